@@ -40,8 +40,8 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import TailraceError
 from tailrace.model.position import ZERO
-from tailrace.tables.location import Layout
-from tailrace.tables.port import Cursor
+from tailrace.tables.location import LakeLayout
+from tailrace.tables.port import AppliedPosition
 
 RATE_TIMES_MIN = 0.9
 ENGINES = ("delta-rs", "spark")
@@ -137,8 +137,8 @@ def _prepare(folder: Path, rows: int, changes: int) -> None:
     random = np.random.default_rng(1)
     writer = LogWriter(folder / "log", SOURCE)
     log_id = ChangeLog.open(folder / "log").log_id
-    place = Layout(root=folder / "base").place(schema.table, log_id)
-    place.open().load(schema, rows_of_table(schema, rows, random), Cursor(seq=0, commit=0, position=ZERO))
+    place = LakeLayout(root=folder / "base").location(schema.table, log_id)
+    place.open().load(schema, rows_of_table(schema, rows, random), AppliedPosition(seq=0, commit=0, position=ZERO))
 
     operations, ids = _changes(rows, changes, random)
     each = changes // (BATCHES * COMMITS_PER_BATCH)

@@ -29,8 +29,8 @@ from benchmarks.pg_snapshot import checksum
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model import change
 from tailrace.model.schema import TableId
-from tailrace.pipeline.tables.registry import Lives
-from tailrace.tables.location import Layout
+from tailrace.pipeline.tables.registry import TableRegistry
+from tailrace.tables.location import LakeLayout
 from tailrace.tasks.work import ApplyWork, Outcome, advance_table, apply_changes
 
 if TYPE_CHECKING:
@@ -50,36 +50,36 @@ class Side(Protocol):
 class Ours:
     """As the pipeline does it. With delta-rs, Spark would only carry the work to a task, and is left out."""
 
-    def __init__(self, log: Path, layout: Layout, table: TableId, run: Callable[[ApplyWork], Outcome]) -> None:
+    def __init__(self, log: Path, layout: LakeLayout, table: TableId, run: Callable[[ApplyWork], Outcome]) -> None:
         self._log = ChangeLog.open(log)
-        self._lives = Lives(self._log, layout)
+        self._lives = TableRegistry(self._log, layout)
         self._run = run
-        self._lives.grow()
+        self._lives.refresh_index()
         self._life = self._lives.add(table)
-        self._ends = [seal.last for seal in self._log.cold.seals]
+        self._ends = [seal.last for seal in self._log.seal_index.seals]
 
     def apply(self, number: int) -> None:
         life, end = self._life, self._ends[number]
-        self._lives.grow()
-        stretch = self._lives.stretch(life, end)
+        self._lives.refresh_index()
+        stretch = self._lives.next_range(life, end)
         assert stretch is not None, "there are changes"
-        assert life.cursor is not None, "it is loaded"
-        assert life.shape is not None, "it is loaded"
+        assert life.applied_position is not None, "it is loaded"
+        assert life.schema is not None, "it is loaded"
         work = ApplyWork(
             table=life.table,
             log=self._log.path,
-            place=life.place,
+            location=life.location,
             slices=stretch.slices,
-            shape=life.shape,
-            expected=life.cursor,
-            cursor=stretch.cursor,
+            schema=life.schema,
+            expected=life.applied_position,
+            position_after=stretch.position_after,
         )
         outcome = self._run(work)
         if outcome.error is not None:
             raise outcome.error
-        assert outcome.cursor is not None, "it did not fail"
+        assert outcome.applied_position is not None, "it did not fail"
         assert outcome.schema is not None, "it did not fail"
-        life.moved(outcome.cursor, outcome.schema, outcome.version)
+        life.record_commit(outcome.applied_position, outcome.schema, outcome.version)
 
 
 class DeltaRsByHand:
@@ -132,8 +132,8 @@ class WithDeltaRs:
 
     def sides(self, log: Path, files: list[Path], ours: Path, peer: Path, table: TableId) -> dict[str, Side]:
         return {
-            "ours": Ours(log, Layout(root=ours), table, apply_changes),
-            "peer": DeltaRsByHand(files, Layout(root=peer).path(table)),
+            "ours": Ours(log, LakeLayout(root=ours), table, apply_changes),
+            "peer": DeltaRsByHand(files, LakeLayout(root=peer).path(table)),
         }
 
 
@@ -155,8 +155,8 @@ class WithSpark:
 
     def sides(self, log: Path, files: list[Path], ours: Path, peer: Path, table: TableId) -> dict[str, Side]:
         return {
-            "ours": Ours(log, Layout(root=ours, engine="spark"), table, self._run),
-            "peer": SparkByHand(self._spark, files, Layout(root=peer).path(table)),
+            "ours": Ours(log, LakeLayout(root=ours, engine="spark"), table, self._run),
+            "peer": SparkByHand(self._spark, files, LakeLayout(root=peer).path(table)),
         }
 
     def _run(self, work: ApplyWork) -> Outcome:
@@ -174,7 +174,7 @@ def main() -> int:
     log.schemas.load()
     (table,) = [version.schema.table for version in log.schemas.latest()]
     files = [Path(str(file)) for file in log.files(table)]
-    assert len(files) == len(log.cold.seals), "each micro-batch is one file"
+    assert len(files) == len(log.seal_index.seals), "each micro-batch is one file"
     both, measured = ENGINES[engine](), []
     for number in range(1 - ROUNDS_BEFORE, rounds + 1):
         lakes = {side: folder / f"{side}-{engine}-{number}" for side in ("ours", "peer")}
@@ -184,7 +184,7 @@ def main() -> int:
         sides = both.sides(folder / "log", files, lakes["ours"], lakes["peer"], table)
         batches = len(files) if number > 0 else 1
         took = _take_turns(sides, batches)
-        sums = {side: checksum(Layout(root=lake).path(table)) for side, lake in lakes.items()}
+        sums = {side: checksum(LakeLayout(root=lake).path(table)) for side, lake in lakes.items()}
         if number > 0:
             measured.append({**took, "sums": sums})
             _say(f"round {number}: " + ", ".join(f"{side} {took[side]['wall']:.2f} s" for side in sides))

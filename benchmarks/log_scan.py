@@ -94,7 +94,7 @@ def _make_log(path: Path, commits: int) -> str:
     progress("sealing it")
     with Sealer(path) as sealer:
         sealer.seal()
-        sealer.join()
+        sealer.merge_seals()
     return str(schema.table)
 
 

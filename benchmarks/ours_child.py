@@ -20,7 +20,7 @@ from benchmarks.ours import memory_peak_bytes
 from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.capture.postgres.warm import warm_kernels
-from tailrace.changelog.format.commit_file import Header
+from tailrace.changelog.format.commit_file import CommitHeader
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
@@ -75,7 +75,7 @@ class TimedLog(LogWriter):
 
     first = last = 0.0
 
-    def append(self, window: Window) -> Header | None:
+    def append(self, window: Window) -> CommitHeader | None:
         header = super().append(window)
         if header is not None and header.rows:
             self.last = time.perf_counter()

@@ -136,8 +136,8 @@ def _wait_until_sealed(path: Path) -> bool:
     newest = log.newest()
     deadline = time.monotonic() + SEAL_SECONDS_MAX
     while time.monotonic() < deadline:
-        log.cold.refresh()
-        if log.cold.last >= newest:
+        log.seal_index.refresh()
+        if log.seal_index.last_commit >= newest:
             return True
         time.sleep(POLL_SECONDS)
     return False

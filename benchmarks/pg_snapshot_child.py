@@ -25,7 +25,7 @@ from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, WriterComm
 from pyspark.sql.types import StructType
 
 from benchmarks.ours import memory_peak_bytes
-from tailrace.capture.postgres.chunks import CHUNK_BYTES, Cut, Plan
+from tailrace.capture.postgres.chunks import CHUNK_BYTES, ChunkKind, Plan
 from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.model.position import ZERO, Lsn
@@ -33,9 +33,9 @@ from tailrace.model.schema import TableId, TableSchema
 from tailrace.processes import die_with_parent
 from tailrace.spark.session.session import Jvm
 from tailrace.tables.delta.table import DeltaRsTable
-from tailrace.tables.port import Cursor
+from tailrace.tables.port import AppliedPosition
 from tailrace.tables.staging import StagedFile, stage
-from tailrace.tasks.load_store import Seed, Seeds
+from tailrace.tasks.load_store import LoadRecord, LoadStore
 from tailrace.tasks.work import ChunkWork, load_chunk
 
 TASKS = 2
@@ -113,7 +113,7 @@ def _capture(url: str, publication: str) -> PostgresCapture:
 
 
 def _plan(url: str, asked: Asked) -> Plan:
-    return _capture(url, asked.publication).plan(TableId("public", asked.table), Cut.EITHER, CHUNK_BYTES)
+    return _capture(url, asked.publication).plan(TableId("public", asked.table), ChunkKind.EITHER, CHUNK_BYTES)
 
 
 def _ours(source: Source, asked: Asked, _: Plan) -> int:
@@ -121,18 +121,18 @@ def _ours(source: Source, asked: Asked, _: Plan) -> int:
     plan = _plan(source.url, asked)
     lake, log = asked.folder / "lake", asked.folder / "log"
     with _capture(source.url, asked.publication).snapshot() as snapshot:
-        seed = Seed(plan=plan, point=snapshot.point)
-        Seeds(log).begin(seed)
+        seed = LoadRecord(plan=plan, snapshot_position=snapshot.position)
+        LoadStore(log).begin(seed)
         works = [
             ChunkWork(
                 schema=plan.schema,
                 chunk=chunk,
                 reader=snapshot.reader(SECONDS_MAX),
                 condition=None,
-                lake=lake,
+                table_path=lake,
                 log=log,
-                seed=seed.id,
-                progress=asked.folder / f"progress-{chunk.number}",
+                load_id=seed.id,
+                progress_file=asked.folder / f"progress-{chunk.number}",
             )
             for chunk in plan.chunks
         ]
@@ -143,7 +143,7 @@ def _ours(source: Source, asked: Asked, _: Plan) -> int:
             raise outcome.error
         assert outcome.staged is not None, "neither staged nor failed"
         files += outcome.staged.files
-    return _land(lake, plan.schema, files, snapshot.point)
+    return _land(lake, plan.schema, files, snapshot.position)
 
 
 def _jdbc(source: Source, asked: Asked, plan: Plan) -> int:
@@ -195,7 +195,7 @@ class StagedWriter(DataSourceArrowWriter):
 
 
 def _land(lake: Path, schema: TableSchema, files: list[StagedFile], position: Lsn) -> int:
-    return DeltaRsTable(lake, LOG_ID).land(schema, files, Cursor(seq=0, commit=0, position=position))
+    return DeltaRsTable(lake, LOG_ID).commit_load(schema, files, AppliedPosition(seq=0, commit=0, position=position))
 
 
 def _tree() -> dict[int, list[str]]:

@@ -21,7 +21,7 @@ from deltalake.exceptions import TableNotFoundError
 
 from benchmarks import ours
 from benchmarks.measure import BenchError
-from tailrace.pipeline.status import read_note
+from tailrace.pipeline.status import read_status_file
 
 KEY = "id"
 LOOK_SECONDS = 0.5
@@ -51,7 +51,7 @@ def _wait_until_live(process: subprocess.Popen[bytes], log: Path, tables: int, s
         note = log / "status" / "apply.json"
         # One that an earlier process left says nothing of this one.
         fresh = note.exists() and note.stat().st_mtime > begun
-        states = Counter(str(table["state"]) for table in read_note(log).values()) if fresh else Counter()
+        states = Counter(str(table["state"]) for table in read_status_file(log).values()) if fresh else Counter()
 
 
 class FreshReader:

@@ -18,11 +18,11 @@ from pyspark.sql import SparkSession
 from benchmarks.bare_source import BareSource
 from benchmarks.scan_child import java_version, open_session
 from tailrace.changelog.maintain.sealer import Sealer
-from tailrace.changelog.read.offsets import Place
+from tailrace.changelog.read.offsets import LogOffset
 from tailrace.spark.datasource.log.log_options import LogOptions
 from tailrace.spark.datasource.log.log_part import read_part
-from tailrace.spark.datasource.log.log_plan import LogView
-from tailrace.spark.datasource.log.log_schema import look
+from tailrace.spark.datasource.log.log_plan import LogPlanner
+from tailrace.spark.datasource.log.log_schema import resolve_frame
 
 SECONDS_MAX = 600
 
@@ -43,7 +43,7 @@ def main() -> int:
         if prefix:
             with Sealer(folder / "log") as sealer:
                 sealer.seal()
-                sealer.join()
+                sealer.merge_seals()
         for partitions in (1, 2):
             name = f"{prefix}{partitions} partition{'s' if partitions > 1 else ''}"
             for number in range(rounds + 1):
@@ -63,8 +63,8 @@ def main() -> int:
 
 def _write_batch(folder: Path, table: str) -> None:
     """The first batch that a task of ours would yield."""
-    frame = look(LogOptions.parse({"log": str(folder / "log"), "table": table}))
-    part = LogView(frame).parts(Place(0), 1)[0]
+    frame = resolve_frame(LogOptions.parse({"log": str(folder / "log"), "table": table}))
+    part = LogPlanner(frame).plan_parts(LogOffset(0), 1)[0]
     batch = next(read_part(frame, part, frame.fields))
     with pa.OSFile(str(folder / "batch.arrow"), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)

@@ -177,7 +177,7 @@ def _compare(name: str, mine: pa.RecordBatch, theirs: pa.RecordBatch) -> None:
 
 def _decrypted(rows: pa.RecordBatch) -> pa.RecordBatch:
     schema = plan_for(RULES["encrypt"]).transformed_schema(TABLE)
-    return plan_for(Decrypt(columns=("mail",))).rows(schema, rows)
+    return plan_for(Decrypt(columns=("mail",))).transform_rows(schema, rows)
 
 
 def _rate(work: Callable[[], object], seconds: float) -> float:

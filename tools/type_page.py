@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_type
 
-from tailrace.capture.postgres.types import MADE, RULES, Rule
+from tailrace.capture.postgres.types import RULES, USER_DEFINED_TYPES, TypeRule
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "types.md"
 BEGIN, END = "<!-- written by tools/type_page.py -->", "<!-- up to here -->"
@@ -35,14 +35,14 @@ def _rows() -> Iterator[tuple[str, str, str, str]]:
     yield "arrays of `numeric` without limits, or with p > 38", *_names(_TEXT), "as `{1.5,NULL}`"
     for rule in (rule for rule in RULES if not rule.listed):
         yield from _of_rule(rule)
-    for name, note in MADE.values():
+    for name, note in USER_DEFINED_TYPES.values():
         yield name, *_names(_TEXT), note
     yield "arrays of the types from `time` to here", *_names(_TEXT), 'as `{a,NULL,"b c"}`'
     yield "domains", "that of the type they stand on", "that of the type they stand on", "as the type they stand on"
     yield "any other type (an extension's)", *_names(_TEXT), "as the server prints it; noted once in the program's log"
 
 
-def _of_rule(rule: Rule) -> Iterator[tuple[str, str, str, str]]:
+def _of_rule(rule: TypeRule) -> Iterator[tuple[str, str, str, str]]:
     names = ", ".join(f"`{name}`" for name in rule.types)
     if not pa.types.is_decimal(rule.arrow):
         yield names, *_names(rule.arrow), rule.note

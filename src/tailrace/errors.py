@@ -97,7 +97,7 @@ NEW_LOG_HINT = (
     "loaded anew."
 )
 """The last resort: what is in the log can no longer be trusted or continued."""
-LOST_HINT = (
+POSITION_LOST_HINT = (
     "Set `load.mode: when_needed` and start again: every table is loaded anew by itself, and whoever follows the log "
     "is told. A program with a checkpoint of its own deletes that, and reads the tables anew (`snapshot_tables`)."
 )
@@ -107,7 +107,7 @@ PROGRAM_HINT = (
     "(`snapshot_tables`)."
 )
 """What those do whom no log keeps the place of."""
-LOAD_ANEW_HINT = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
+RELOAD_TABLE_HINT = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
 
 
 class TailraceError(Exception):
@@ -508,6 +508,6 @@ def _tree(root: type[TailraceError]) -> dict[str, type[TailraceError]]:
     return found
 
 
-def kind_of(code: str) -> type[TailraceError]:
+def error_class(code: str) -> type[TailraceError]:
     """The class a code stands for; the root for one that this version does not know."""
     return _tree(TailraceError).get(code, TailraceError)

@@ -14,7 +14,7 @@ from pathlib import Path
 from tailrace.errors import ConfigError
 
 
-def require_whole(what: str, value: object, *, least: int) -> int:
+def require_integer(what: str, value: object, *, least: int) -> int:
     """The value, if it is a whole number from the least on."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ConfigError(f"`{what}` is not a whole number", found=type(value).__name__, hint=f"Give {least} or more.")
@@ -53,13 +53,13 @@ def require_methods(what: str, value: object, methods: tuple[str, ...], hint: st
         )
 
 
-def require_function(what: str, value: object, hint: str) -> None:
+def require_callable(what: str, value: object, hint: str) -> None:
     """Refuse what cannot be called."""
     if not callable(value):
         raise ConfigError(f"`{what}` cannot be called", found=type(value).__name__, hint=hint)
 
 
-def folder_named(given: str | os.PathLike[str], what: str) -> Path:
+def require_folder(given: str | os.PathLike[str], what: str) -> Path:
     """The folder, if one is named. An empty text would be the one that the program happens to run in."""
     if not isinstance(given, str | os.PathLike) or not os.fspath(given):
         raise ConfigError(

@@ -161,7 +161,7 @@ def test_a_quiet_source_moves_its_position(bench: Bench, streams: Streams) -> No
     stream = streams.open(bench.begin)
     bench.write_elsewhere()
     window = quiet_window(stream, bench.begin)
-    assert window.empty
+    assert window.is_empty
     assert (window.start, window.rows, window.transactions) == (bench.begin, 0, 0)
     assert window.end > bench.begin
     stream.confirm(window.end)
@@ -172,7 +172,7 @@ def test_a_quiet_source_moves_its_position(bench: Bench, streams: Streams) -> No
 def test_nothing_to_read_is_nothing(bench: Bench, streams: Streams) -> None:
     """A position may move on its own, but rows come only from commits."""
     window = streams.open(bench.begin).read(bench.begin, 0.05)
-    assert window is None or window.empty
+    assert window is None or window.is_empty
 
 
 def test_lag_shows_what_the_source_keeps(bench: Bench, streams: Streams) -> None:
@@ -186,7 +186,7 @@ def test_lag_shows_what_the_source_keeps(bench: Bench, streams: Streams) -> None
 def test_a_capability_that_is_not_there_is_refused(bench: Bench) -> None:
     if bench.capture.capabilities.snapshot:
         with bench.capture.snapshot() as snapshot:
-            assert snapshot.point >= bench.begin
+            assert snapshot.position >= bench.begin
     else:
         with pytest.raises(Unsupported):
             bench.capture.snapshot()

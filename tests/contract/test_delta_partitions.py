@@ -15,10 +15,10 @@ import pytest
 from deltalake import DeltaTable
 
 from tailrace.tables.delta.features import Features
-from tailrace.tables.delta.rebuild_table import Rebuilding, bases
+from tailrace.tables.delta.rebuild_table import DeltaTableRebuild, rebuild_bases
 from tailrace.tables.delta.table import DeltaRsTable
-from tailrace.tables.location import Place
-from tailrace.tables.spec import PLAIN, Form, TableMode
+from tailrace.tables.location import TableLocation
+from tailrace.tables.spec import PLAIN_MIRROR, TableMode, TableSpec
 from tests.support.changes import SHOP, delete, insert, update
 from tests.support.engines import FEATURES, commits_of, of_delta, open_table
 from tests.support.forms import Formed, Row, ordered, tx
@@ -27,8 +27,8 @@ from tests.support.partitions import assert_partitioned, own_columns
 pytestmark = of_delta("their partitions are Delta's")
 
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
-HISTORY = Form(mode=TableMode.HISTORY, metadata=("_op",), partition_by=("_current", "n"))
-MIRROR = Form(partition_by=("name",))
+HISTORY = TableSpec(mode=TableMode.HISTORY, metadata=("_op",), partition_by=("_current", "n"))
+MIRROR = TableSpec(partition_by=("name",))
 BIG = ("big",)
 ROWS = [{"id": i, "name": f"n {i % 2}", "big": f"large {i}", "n": i} for i in (1, 2, 3)]
 without_features = pytest.mark.skipif(FEATURES.any, reason="of tables that have none of Spark's features")
@@ -41,7 +41,7 @@ def made(tmp_path: Path) -> Any:
 
 @without_features
 def test_the_values_stand_in_the_log_and_in_the_folders_and_not_in_the_files(made: Any) -> None:
-    table = made(Form(partition_by=("name", "n")))
+    table = made(TableSpec(partition_by=("name", "n")))
     table.apply(tx(1, update(1, name=None, n=7, unchanged=BIG)))
     names = table.table.files()
     assert {str(Path(name).parent) for name in names} == {
@@ -58,7 +58,7 @@ def test_the_values_stand_in_the_log_and_in_the_folders_and_not_in_the_files(mad
 def test_versions_of_before_it_was_partitioned_otherwise_can_still_be_read(tmp_path: Path) -> None:
     """An Iceberg table forgets what was partitioned by other columns (`icebergshape.parting`)."""
     path = tmp_path / "t"
-    for form in (MIRROR, PLAIN, Form(partition_by=("n",))):
+    for form in (MIRROR, PLAIN_MIRROR, TableSpec(partition_by=("n",))):
         Formed(open_table(path, LOG, form), form, path, rows=ROWS[: 1 + len(form.partition_by)])
     assert commits_of(path) == 2
     versions = [pa.table(DeltaTable(str(path), version=number).scan()).num_rows for number in range(3)]
@@ -69,29 +69,29 @@ def test_versions_of_before_it_was_partitioned_otherwise_can_still_be_read(tmp_p
 def test_a_table_with_features_of_spark_is_replaced_by_one_with_partitions_and_back(tmp_path: Path) -> None:
     path = tmp_path / "t"
     rows: list[Row] = [*ROWS, {"id": 4, "name": "a/b é%", "big": None, "n": None}]
-    featured = DeltaRsTable(path, LOG, PLAIN, Features(deletion_vectors=True))
-    Formed(featured, PLAIN, path, rows=rows)
+    featured = DeltaRsTable(path, LOG, PLAIN_MIRROR, Features(deletion_vectors=True))
+    Formed(featured, PLAIN_MIRROR, path, rows=rows)
     assert_partitioned(table := Formed(open_table(path, LOG, MIRROR), MIRROR, path, rows=rows))
     assert ordered(pl.read_delta(str(path)).to_dicts()) == table.content() == ordered(rows)
     table.apply(tx(1, update(4, name="x", n=1, unchanged=BIG)))
     assert table.tuples("id", "name")[-1] == (4, "x")
-    Formed(featured, PLAIN, path, rows=rows)
+    Formed(featured, PLAIN_MIRROR, path, rows=rows)
     assert DeltaTable(str(path)).metadata().partition_columns == []
     assert table.table.rows() == len(rows)
 
 
 @without_features
 @pytest.mark.parametrize("form", [MIRROR, HISTORY], ids=str)
-def test_a_table_is_rebuilt_with_its_partitions(made: Any, form: Form) -> None:
+def test_a_table_is_rebuilt_with_its_partitions(made: Any, form: TableSpec) -> None:
     table = made(form)
     table.apply(tx(2000, update(1, name="a/b", n=8, unchanged=BIG)))
     wanted = table.content()
     table.apply(tx(3000, delete(2), insert(9, name="later", n=9)))
-    place = Place(path=table.folder, log_id=LOG, form=form)
-    _, base, _ = bases(place)
-    with Rebuilding(place) as rebuilding:
-        assert rebuilding.begin(base) == len(wanted)
-        assert rebuilding.swap(base.position.cursor) == len(wanted)
+    place = TableLocation(path=table.folder, log_id=LOG, spec=form)
+    _, base, _ = rebuild_bases(place)
+    with DeltaTableRebuild(place) as rebuilding:
+        assert rebuilding.restore_base(base) == len(wanted)
+        assert rebuilding.swap(base.commit_record.applied_position) == len(wanted)
     assert table.content() == wanted
     assert_partitioned(table)
-    assert open_table(table.folder, LOG, form).cursor() == base.position.cursor
+    assert open_table(table.folder, LOG, form).applied_position() == base.commit_record.applied_position

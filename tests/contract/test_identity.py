@@ -19,7 +19,7 @@ def follow(scene: Scene, *statements: str) -> None:
 
 
 def where_published(scene: Scene) -> set[str]:
-    return scene.capture.published()[scene.id("t")]
+    return scene.capture.publications_by_table()[scene.id("t")]
 
 
 # --- kinds of identity -------------------------------------------------------------------------------------

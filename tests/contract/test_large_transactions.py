@@ -12,7 +12,7 @@ from tailrace.errors import SourceUnreachable
 from tailrace.model import change
 from tailrace.model.batch import Window
 from tailrace.model.position import Lsn
-from tailrace.runtime.intake import Holding
+from tailrace.runtime.intake import ReadAheadStream
 from tests.contract.conftest import HELD_BACK_SECONDS
 from tests.support.benches import (
     COME_SECONDS_MAX,
@@ -167,7 +167,7 @@ def test_the_position_does_not_move_between_two_parts(bench: Bench, streams: Str
     windows: list[Window] = []
     while not windows or windows[-1].open:
         window = stream.read(bench.begin, 0.0)  # so it is often asked when the next part is not there yet
-        if window is not None and (windows or not window.empty):
+        if window is not None and (windows or not window.is_empty):
             windows.append(window)
     assert [window.open for window in windows] == [True] * (len(windows) - 1) + [False]
     assert keys(*windows) == list(range(LARGE))
@@ -180,7 +180,7 @@ def test_the_position_does_not_move_between_two_parts(bench: Bench, streams: Str
 def test_a_reader_that_holds_back_holds_little_and_answers_keepalives(postgres: PostgresBench) -> None:
     postgres.give_in_parts(PART)
     with contextlib.closing(postgres.capture.live(postgres.begin)) as stream:
-        assert isinstance(stream, Holding)
+        assert isinstance(stream, ReadAheadStream)
         sender = postgres.walsender()
         postgres.write_many(0, LARGE)
         begun, most = time.monotonic(), 0

@@ -26,11 +26,11 @@ from hypothesis import strategies as st
 
 from tailrace.errors import FormChanged, TableUnusable, ValueUnfit
 from tailrace.model.schema import Column, Identity, TableSchema
-from tailrace.tables.compaction_plan import Upkeep, remove_files
+from tailrace.tables.compaction_plan import UpkeepPlan, remove_files
 from tailrace.tables.delta.commit_log import file_names
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.evolve.schema_plan import Recast
-from tailrace.tables.spec import PLAIN, Form, TableMode
+from tailrace.tables.spec import PLAIN_MIRROR, TableMode, TableSpec
 from tailrace.tables.staging import stage
 from tests.support import engines
 from tests.support.changes import (
@@ -51,22 +51,22 @@ from tests.support.forms import Account, Formed, again, ordered, pieces, steps_w
 from tests.support.partitions import assert_partitioned, files_of
 
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
-MARKED = Form(soft_delete=True, metadata=("_op", "_seq", "_tx"), partition_by=("_deleted", "name"))
-HISTORY = Form(mode=TableMode.HISTORY, metadata=("_op",), partition_by=("_current", "n"))
-APPEND = Form(mode=TableMode.APPEND, partition_by=("_op", "name"))
-MIRROR = Form(partition_by=("name",))
+MARKED = TableSpec(soft_delete=True, metadata=("_op", "_seq", "_tx"), partition_by=("_deleted", "name"))
+HISTORY = TableSpec(mode=TableMode.HISTORY, metadata=("_op",), partition_by=("_current", "n"))
+APPEND = TableSpec(mode=TableMode.APPEND, partition_by=("_op", "name"))
+MIRROR = TableSpec(partition_by=("name",))
 EVERY = [MIRROR, MARKED, HISTORY, APPEND]
 BIG = ("big",)
 ROWS = [{"id": i, "name": f"n {i % 2}", "big": f"large {i}", "n": i} for i in (1, 2, 3)]
 
 
-def opened(path: Path, form: Form) -> Any:
+def opened(path: Path, form: TableSpec) -> Any:
     return engines.open_table(path, LOG, form)
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> Any:
-    def make(form: Form, rows: Any = ROWS, schema: TableSchema = SHOP) -> Formed:
+    def make(form: TableSpec, rows: Any = ROWS, schema: TableSchema = SHOP) -> Formed:
         return Formed(opened(tmp_path / "t", form), form, tmp_path / "t", schema, rows)
 
     return make
@@ -134,7 +134,7 @@ def test_every_reader_finds_the_values_that_were_written(made: Any, kind: str, k
     arrow, values = KINDS[kind]
     values = values if key == ("id",) else values[:-1]
     schema = table_schema({"id": pa.int64(), "p": arrow, "v": pa.string()}, key=key)
-    table = made(Form(partition_by=("p",)), [{"id": i, "p": p, "v": "x"} for i, p in enumerate(values)], schema)
+    table = made(TableSpec(partition_by=("p",)), [{"id": i, "p": p, "v": "x"} for i, p in enumerate(values)], schema)
     others = values if len(key) == 2 else [*values[1:], values[0]]
     changed = [update({"id": i, "p": p}, v="y") for i, p in enumerate(others)]
     table.apply(tx(1, *changed, *(insert({"id": 100 + i, "p": p}, v="z") for i, p in enumerate(values))))
@@ -171,7 +171,7 @@ def test_a_value_that_cannot_be_read_back_is_refused_and_nothing_is_written(
     made: Any, tmp_path: Path, kind: pa.DataType, value: Any
 ) -> None:
     schema = table_schema({"id": pa.int64(), "p": kind})
-    form = Form(partition_by=("p",))
+    form = TableSpec(partition_by=("p",))
     table = made(form, [{"id": 1, "p": None}], schema)
     with pytest.raises(ValueUnfit, match="cannot be that of a partition") as refused:
         table.apply(tx(1, update(1, p=value)))
@@ -186,7 +186,7 @@ def test_a_value_that_cannot_be_read_back_is_refused_and_nothing_is_written(
 
 def test_a_delete_of_what_a_table_cannot_hold_does_nothing(made: Any) -> None:
     schema = table_schema({"id": pa.int64(), "p": pa.string()}, key=("id", "p"))
-    table = made(Form(partition_by=("p",)), [{"id": 1, "p": "a"}], schema)
+    table = made(TableSpec(partition_by=("p",)), [{"id": 1, "p": "a"}], schema)
     table.apply(tx(1, delete({"id": 1, "p": ""}), delete({"id": 1, "p": "nowhere"})))
     assert table.content() == [{"id": 1, "p": "a"}]
 
@@ -198,11 +198,11 @@ STEPS = steps_with(NAMES)
 
 
 @pytest.mark.parametrize(
-    "form", [MIRROR, Form(partition_by=("n", "shop")), MARKED, HISTORY, APPEND], ids=lambda form: form.described
+    "form", [MIRROR, TableSpec(partition_by=("n", "shop")), MARKED, HISTORY, APPEND], ids=lambda form: form.described
 )
 @settings(max_examples=examples(8), deadline=None)
 @given(steps=STEPS, cuts=st.sets(st.integers(1, 24), max_size=3))
-def test_any_cutting_of_the_changes_comes_to_the_same_table(form: Form, steps: list[Any], cuts: set[int]) -> None:
+def test_any_cutting_of_the_changes_comes_to_the_same_table(form: TableSpec, steps: list[Any], cuts: set[int]) -> None:
     begun, transactions = story(steps)
     batch = stored(COMPOSITE, transactions)
     account = Account.of(COMPOSITE, begun, batch)
@@ -230,7 +230,7 @@ def test_any_cutting_of_the_changes_comes_to_the_same_table(form: Form, steps: l
     cut=st.integers(0, 12),
 )  # fmt: skip
 def test_a_table_without_a_key_holds_each_row_as_often_as_the_source(steps: list[Any], cut: int) -> None:
-    form, model, told = Form(partition_by=("b",)), KeylessModel(), list[Any]()
+    form, model, told = TableSpec(partition_by=("b",)), KeylessModel(), list[Any]()
     for kind, image, other in steps:
         told += model.step(kind, image, other)
     with tempfile.TemporaryDirectory() as folder:
@@ -270,7 +270,7 @@ def away(files: list[Path]) -> Iterator[None]:
 def test_only_files_of_partitions_that_the_key_names_are_read(made: Any) -> None:
     schema = table_schema({"id": pa.int64(), "p": pa.string(), "v": pa.string()}, key=("id", "p"))
     rows = [{"id": i, "p": p, "v": "x"} for p in ("a/b", "c", "d") for i in range(3)]
-    table = made(Form(partition_by=("p",)), rows, schema)
+    table = made(TableSpec(partition_by=("p",)), rows, schema)
     others = files_but(table, "p", "a/b")
     assert len(others) == 2
     with away(others):
@@ -281,7 +281,7 @@ def test_only_files_of_partitions_that_the_key_names_are_read(made: Any) -> None
 
 def test_a_key_may_be_all_that_a_table_is_partitioned_by(made: Any) -> None:
     schema = table_schema({"p": pa.string(), "v": pa.string()}, key=("p",))
-    table = made(Form(partition_by=("p",)), [{"p": p, "v": "x"} for p in ("a", "b", "c")], schema)
+    table = made(TableSpec(partition_by=("p",)), [{"p": p, "v": "x"} for p in ("a", "b", "c")], schema)
     table.apply(tx(1, update({"p": "a"}, v="y"), delete({"p": "b"}), insert({"p": "d"}, v="z")))
     assert table.tuples("p", "v") == [("a", "y"), ("c", "x"), ("d", "z")]
     again(table, [{"p": "a", "v": "y"}, {"p": "c", "v": "w"}], "again", 2000)
@@ -308,13 +308,13 @@ def test_a_history_by_what_is_current_reads_no_past(made: Any) -> None:
 
 
 @pytest.mark.parametrize("form", EVERY, ids=str)
-def test_a_table_of_any_form_is_read_again_evolves_and_is_looked_after(made: Any, form: Form) -> None:
+def test_a_table_of_any_form_is_read_again_evolves_and_is_looked_after(made: Any, form: TableSpec) -> None:
     table = made(form)
     for n in range(18):
         table.apply(tx(2000 + n, insert(10 + n, name=f"n {n % 2}", n=n % 2)))
     before = table.content()
-    tended = table.table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=None), table.cursor(table.seq))
-    assert (tended.joined >= 16, tended.made) == (True, 2)
+    tended = table.table.compact(UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=None), table.cursor(table.seq))
+    assert (tended.files_compacted >= 16, tended.files_written) == (True, 2)
     assert table.content() == before
     assert_partitioned(table)
     now = [{"id": 1, "name": "moved/", "big": "large 1", "n": 1}, {"id": 2, "name": "n 0", "big": "large 2", "n": 2}]
@@ -329,7 +329,9 @@ def test_a_table_of_any_form_is_read_again_evolves_and_is_looked_after(made: Any
         Column(name="extra", source_type="text", type=pa.string()),
     )
     after = replace(SHOP, columns=columns)
-    recast = Recast(schema=after, added=("extra",), renamed=(("big", "large"),), filled=(("extra", pa.scalar("e")),))
+    recast = Recast(
+        schema=after, added=("extra",), renamed=(("big", "large"),), backfilled=(("extra", pa.scalar("e")),)
+    )
     rows = len(table.content())
     assert table.table.evolve(recast, table.cursor(table.seq)).committed
     table.schema = after
@@ -376,33 +378,35 @@ def test_a_truncate_and_rows_of_other_partitions_after_it(made: Any) -> None:
 
 @not_spark  # which puts such rows in by tasks
 def test_single_rows_are_looked_for_and_put_right(made: Any) -> None:
-    table = made(Form(partition_by=("name",), columns=(("n", "number"),)))
+    table = made(TableSpec(partition_by=("name",), renamed_columns=(("n", "number"),)))
     keys = pa.table({"id": pa.array([2, 7], pa.int64())})
-    assert table.table.holds(SHOP, keys).tolist() == [True, False]
+    assert table.table.keys_exist(SHOP, keys).tolist() == [True, False]
     rows = pa.Table.from_batches(record_batches(SHOP, [{"id": 2, "name": "elsewhere", "big": "b", "n": 5}]))
     here = table.cursor(table.seq)
-    assert table.table.put(SHOP, rows, here).committed
+    assert table.table.upsert_rows(SHOP, rows, here).committed
     assert table.tuples("id", "name", "number") == [(1, "n 1", 1), (2, "elsewhere", 5), (3, "n 1", 3)]
     bad = pa.Table.from_batches(record_batches(SHOP, [{"id": 2, "name": "", "big": "b", "n": 5}]))
     with pytest.raises(ValueUnfit):
-        table.table.put(SHOP, bad, here)
+        table.table.upsert_rows(SHOP, bad, here)
 
 
-@pytest.mark.parametrize(("was", "now"), [(PLAIN, MIRROR), (MIRROR, PLAIN), (MIRROR, Form(partition_by=("n",)))])
+@pytest.mark.parametrize(
+    ("was", "now"), [(PLAIN_MIRROR, MIRROR), (MIRROR, PLAIN_MIRROR), (MIRROR, TableSpec(partition_by=("n",)))]
+)
 def test_a_table_that_is_partitioned_otherwise_is_refused_until_it_is_loaded_anew(
-    tmp_path: Path, was: Form, now: Form
+    tmp_path: Path, was: TableSpec, now: TableSpec
 ) -> None:
     path = tmp_path / "t"
     Formed(opened(path, was), was, path, rows=ROWS)
     with pytest.raises(FormChanged) as refused:
-        opened(path, now).cursor()
+        opened(path, now).applied_position()
     assert refused.value.fields["asked"] == now.described
     assert "tailrace snapshot FILE TABLE" in refused.value.hint
     before = engines.newest_version(path)
     table = Formed(opened(path, now), now, path, rows=ROWS)
     assert engines.newest_version(path) != before
     assert_partitioned(table)
-    assert table.table.cursor() == table.cursor(table.seq)
+    assert table.table.applied_position() == table.cursor(table.seq)
     table.apply(tx(1, update(1, name="x", unchanged=BIG)))
     assert table.tuples("id", "name", "big") == [(1, "x", "large 1"), (2, "n 0", "large 2"), (3, "n 1", "large 3")]
     if engines.IS_SPARK:
@@ -418,7 +422,7 @@ def test_files_that_nobody_needs_are_removed_wherever_they_lie(made: Any) -> Non
     table.apply(tx(1, truncate(), insert(9, name="n 1")))
     table.apply(tx(2, insert(10, name="n 2")))  # from an Iceberg table a file goes with the snapshot that took it out
     here = table.cursor(table.seq)
-    assert table.table.tend(Upkeep(file_bytes=None, remove_after_seconds=3600), here).removed == 0
+    assert table.table.compact(UpkeepPlan(file_bytes=None, remove_after_seconds=3600), here).files_removed == 0
     assert len(gone) == 2
     assert all(file.exists() for file in gone)
     remove_now(table)
@@ -429,10 +433,10 @@ def test_files_that_nobody_needs_are_removed_wherever_they_lie(made: Any) -> Non
 def remove_now(table: Formed) -> None:
     """What upkeep does, for files that nobody needs since a moment ago."""
     if IS_ICEBERG:
-        table.table.tend(Upkeep(file_bytes=None, remove_after_seconds=0), table.cursor(table.seq))
+        table.table.compact(UpkeepPlan(file_bytes=None, remove_after_seconds=0), table.cursor(table.seq))
         return
     found = DeltaRsTable(table.folder, LOG, table.form).opened()
-    remove_files(table.folder, found.table, 0, found.position.properties())
+    remove_files(table.folder, found.table, 0, found.commit_record.properties())
 
 
 # --- what is refused ---------------------------------------------------------------------------------------
@@ -456,7 +460,7 @@ def test_a_column_that_no_table_can_be_partitioned_by_is_refused_before_anything
     made: Any, tmp_path: Path, name: str, said: str
 ) -> None:
     with pytest.raises(TableUnusable, match=said) as refused:
-        made(Form(partition_by=(name,)), [], ODD)
+        made(TableSpec(partition_by=(name,)), [], ODD)
     assert refused.value.fields["column"] == name
     assert "tables.rules" in refused.value.hint
     assert not (tmp_path / "t").exists()
@@ -464,18 +468,18 @@ def test_a_column_that_no_table_can_be_partitioned_by_is_refused_before_anything
 
 def test_a_table_needs_a_column_besides_those_of_its_partitions(made: Any) -> None:
     with pytest.raises(TableUnusable, match="must have a column"):
-        made(Form(partition_by=("a", "b")), [], KEYLESS)
+        made(TableSpec(partition_by=("a", "b")), [], KEYLESS)
 
 
 def test_a_column_is_not_a_partition_by_both_of_its_names(made: Any, tmp_path: Path) -> None:
     with pytest.raises(TableUnusable, match="by one column twice") as refused:
-        made(Form(columns=(("name", "title"),), partition_by=("title", "title")), [])
+        made(TableSpec(renamed_columns=(("name", "title"),), partition_by=("title", "title")), [])
     assert refused.value.fields["column"] == "title"
     assert not (tmp_path / "t").exists()
 
 
 def test_an_odd_name_is_given_another(made: Any) -> None:
-    form = Form(columns=(("a/b", "ab"),), partition_by=("ab",))
+    form = TableSpec(renamed_columns=(("a/b", "ab"),), partition_by=("ab",))
     table = made(form, [], replace(ODD, identity=Identity.KEY))
     table.apply(tx(1, insert({"id": 1, "a/b": "x"})))
     assert table.tuples("id", "ab") == [(1, "x")]

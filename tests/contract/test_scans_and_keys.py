@@ -78,8 +78,8 @@ def again(shop: Shop, name: str) -> pa.Table:
         schema = reader.describe(shop.table(name))
         whole = pa.Table.from_batches(reader.rows(schema))
     with shop.capture.row_reader(60) as reader:
-        reader.keep(schema)
-        found = pa.Table.from_batches(reader.rows_of(schema, whole.select(schema.key)), whole.schema)
+        reader.lock_schema(schema)
+        found = pa.Table.from_batches(reader.rows_by_key(schema, whole.select(schema.key)), whole.schema)
     found, whole = (rows.sort_by(schema.key[0]) for rows in (found, whole))
     assert found.num_rows == whole.num_rows
     same = image_numbers(pa.concat_tables([found, whole]).columns).numbers  # NaN is NaN there

@@ -44,7 +44,7 @@ class Diary:
     def catch_up(self, rows: int) -> None:
         """Take so many rows more, on a stream of its own: what is known then is what the log has."""
         capture = PostgresCapture(self.postgres.capture.settings)
-        capture.remember(self.log.shapes())
+        capture.remember_schemas(self.log.latest_schemas())
         self.streams = Streams(capture)
         stream = self.streams.open(self.log.position)
         for window in take(stream, self.log.position, rows):
@@ -332,11 +332,11 @@ def test_rows_of_a_table_that_was_dropped_keep_its_key_and_types(postgres: Postg
     diary.run(f"alter table items add a {schema}.amount", "alter table items replica identity full")
     diary.run("insert into items values (2, 1.5)")
     diary.catch_up(1)
-    before = diary.log.shapes()
+    before = diary.log.latest_schemas()
     diary.run("insert into items values (3, 2.5)", "drop table items")
     postgres.execute(f"drop domain {schema}.amount")
     diary.catch_up(1)
-    assert diary.log.shapes() == before
+    assert diary.log.latest_schemas() == before
     assert diary.rows_of(f"{schema}.items")[-1]["a"] == Decimal("2.50")
 
 
@@ -421,14 +421,14 @@ def test_an_alter_table_that_is_under_way_holds_nothing_up(
         for capture in (postgres.capture, theirs):
             capture.prepare(diary.log.position)
             assert [table.table.name for table in capture.tables()] == ["items", "others"]
-            assert len(capture.published()) == 2
+            assert len(capture.publications_by_table()) == 2
     assert {column["name"]: column["default"] for column in diary.records()[0]["columns"]}["v"] == "1"
     diary.close()
 
 
 def test_the_shape_of_a_load_has_the_facts_of_its_snapshot(postgres: PostgresBench, diary: Diary) -> None:
     with postgres.capture.snapshot() as snapshot, snapshot.reader() as reader:
-        shape = reader.describe(diary.log.shapes()[0].table)
-    assert shape == diary.log.shapes()[0]
+        shape = reader.describe(diary.log.latest_schemas()[0].table)
+    assert shape == diary.log.latest_schemas()[0]
     assert shape.facts is not None
-    assert shape.facts == diary.log.shapes()[0].facts
+    assert shape.facts == diary.log.latest_schemas()[0].facts

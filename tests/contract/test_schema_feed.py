@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.capture.port import Stream
 from tailrace.model.batch import Window
-from tailrace.model.evolution import AtRest, Kind
+from tailrace.model.evolution import ExistingValue, SchemaChangeKind
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.state.recorded_stream import RecordedStream
@@ -30,7 +30,7 @@ class Sink:
         durable = FileSchemaHistory(self._folder, read_only=True)
         for batch in window.batches:
             kept = durable.versions(batch.schema.table)
-            assert batch.schema in [version.shape for version in kept]
+            assert batch.schema in [version.schema for version in kept]
         self.rows += window.rows
         self.position = window.end
 
@@ -96,12 +96,15 @@ def test_a_database_tells_what_became_of_its_table(postgres: PostgresBench, tmp_
     changes = [version.evolution.changes if version.evolution else () for version in kept]
     assert [[(change.kind, change.column) for change in found] for found in changes] == [
         [],
-        [(Kind.ADD, "note")],
-        [(Kind.RENAME, "remark")],
+        [(SchemaChangeKind.ADD, "note")],
+        [(SchemaChangeKind.RENAME, "remark")],
         [],
         [],
     ]
-    assert (changes[1][0].at_rest, changes[1][0].value) in {(AtRest.CONSTANT, "x"), (AtRest.UNKNOWN, None)}
+    assert (changes[1][0].existing_value, changes[1][0].constant) in {
+        (ExistingValue.CONSTANT, "x"),
+        (ExistingValue.UNKNOWN, None),
+    }
     assert [version.ddl for version in kept] == [None] * 5, "PostgreSQL does not tell the statement"
     positions = [version.position for version in kept if isinstance(version.position, Lsn)]
     assert len(positions) == 5

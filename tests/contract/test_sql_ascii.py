@@ -177,5 +177,5 @@ def test_a_default_that_is_no_text_hinders_nothing(scene: Scene) -> None:
     scene.run(b"insert into notes (id, t, x) values (2, 'y', 'z')")
     (batch,) = scene.told(1, replaced=False)
     assert batch.schema.facts is not None
-    assert [column.fill for column in batch.schema.facts.columns] == [None, None, None, "th\\xe9"]
+    assert [column.fast_default for column in batch.schema.facts.columns] == [None, None, None, "th\\xe9"]
     assert batch.schema.facts.columns[1].default == "'caf\\xe9'::text"

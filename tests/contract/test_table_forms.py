@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import BaseRowMissing, FormChanged, TableUnusable, ValueUnfit
-from tailrace.model.policies import POLICIES
+from tailrace.model.policies import DEFAULT_POLICIES
 from tailrace.model.schema import Column, Identity, TableId
-from tailrace.tables.compaction_plan import Upkeep
-from tailrace.tables.evolve.carry_over import carry
+from tailrace.tables.compaction_plan import UpkeepPlan
+from tailrace.tables.evolve.carry_over import carry_over
 from tailrace.tables.evolve.schema_plan import Recast, no_value
-from tailrace.tables.fold.by_mode import fold_into
-from tailrace.tables.spec import PLAIN, Form, TableMode
+from tailrace.tables.fold.by_mode import fold_by_mode
+from tailrace.tables.spec import PLAIN_MIRROR, TableMode, TableSpec
 from tests.support import engines, forms
 from tests.support.changes import (
     COMPOSITE,
@@ -59,9 +59,9 @@ from tests.support.forms import (
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
 OPEN: dict[str, OpenTable] = {ENGINE: lambda path, form: engines.open_table(path, LOG, form)}
 
-MARKED = Form(soft_delete=True, metadata=("_op", "_seq", "_tx"))
-HISTORY = Form(mode=TableMode.HISTORY, metadata=("_op",))
-APPEND = Form(mode=TableMode.APPEND)
+MARKED = TableSpec(soft_delete=True, metadata=("_op", "_seq", "_tx"))
+HISTORY = TableSpec(mode=TableMode.HISTORY, metadata=("_op",))
+APPEND = TableSpec(mode=TableMode.APPEND)
 ROWS = [{"id": i, "name": f"n{i}", "big": f"large {i}", "n": i} for i in (1, 2, 3)]
 BIG = ("big",)
 
@@ -73,7 +73,7 @@ def open_table(request: pytest.FixtureRequest) -> OpenTable:
 
 @pytest.fixture
 def made(open_table: OpenTable, tmp_path: Path) -> Any:
-    def make(form: Form, rows: Any = ROWS, schema: Any = SHOP) -> Formed:
+    def make(form: TableSpec, rows: Any = ROWS, schema: Any = SHOP) -> Formed:
         return Formed(open_table(tmp_path / "t", form), form, tmp_path / "t", schema, rows)
 
     return make
@@ -83,7 +83,7 @@ def made(open_table: OpenTable, tmp_path: Path) -> Any:
 
 
 def test_a_mirror_says_of_each_row_which_change_it_comes_from(made: Any) -> None:
-    table = made(Form(metadata=("_position", "_op", "_committed_at")))
+    table = made(TableSpec(metadata=("_position", "_op", "_committed_at")))
     made_new = tx(3000, insert(9, name="z"), update(9, name="y", unchanged=BIG))
     table.apply(tx(2000, update(1, name="a", big="b")), made_new)
     assert table.tuples("id", "name", "_op", "_position", "_committed_at") == [
@@ -95,7 +95,7 @@ def test_a_mirror_says_of_each_row_which_change_it_comes_from(made: Any) -> None
 
 
 def test_metadata_that_was_not_asked_for_is_not_there(made: Any) -> None:
-    table = made(Form(metadata=("_seq",)))
+    table = made(TableSpec(metadata=("_seq",)))
     table.apply(tx(1, delete(1), *move(2, 8, unchanged=BIG, name="moved")))
     assert table.content() == [
         {"id": 8, "name": "moved", "big": "large 2", "n": None, "_seq": 102},
@@ -107,7 +107,7 @@ def test_metadata_that_was_not_asked_for_is_not_there(made: Any) -> None:
 
 
 def test_what_is_deleted_stays_marked_with_its_last_values(made: Any) -> None:
-    table = made(Form(soft_delete=True))
+    table = made(TableSpec(soft_delete=True))
     table.apply(tx(1, update(2, name="last", unchanged=BIG), delete(2)), tx(2, delete(1), delete(77)))
     assert table.tuples("id", "name", "big", "_deleted") == [
         (1, "n1", "large 1", True),
@@ -129,7 +129,7 @@ def test_a_truncate_marks_every_row(made: Any) -> None:
 
 
 def test_a_row_that_moves_leaves_its_old_key_marked(made: Any) -> None:
-    table = made(Form(soft_delete=True))
+    table = made(TableSpec(soft_delete=True))
     table.apply(tx(1, *move(1, 5, unchanged=BIG), *move(5, 6, unchanged=BIG, name="b")))
     assert table.tuples("id", "big", "_deleted") == [
         (1, "large 1", True),
@@ -243,7 +243,7 @@ STEPS = steps_with(st.sampled_from([None, "", "x", "y"]))
 @settings(max_examples=examples(25), deadline=None)
 @given(steps=STEPS, cuts=st.sets(st.integers(1, 24), max_size=3))
 def test_any_cutting_of_the_changes_comes_to_the_same_table(
-    open_table: OpenTable, form: Form, steps: list[Any], cuts: set[int]
+    open_table: OpenTable, form: TableSpec, steps: list[Any], cuts: set[int]
 ) -> None:
     begun, transactions = story(steps)
     batch = stored(COMPOSITE, transactions)
@@ -287,7 +287,7 @@ NOW = [{"id": 1, "name": "n1", "big": "large 1", "n": 1}, {"id": 2, "name": "oth
 
 
 def test_rows_that_are_as_they_were_keep_what_they_say_of_themselves(made: Any) -> None:
-    table = made(Form(metadata=("_op", "_seq")))
+    table = made(TableSpec(metadata=("_op", "_seq")))
     table.apply(tx(2000, update(1, name="n1", big="large 1", n=1)))
     again(table, NOW, "again", 3000)
     assert table.tuples("id", "name", "_op", "_seq") == [(1, "n1", "update", 100), (2, "other", "read", 101)]
@@ -328,17 +328,17 @@ def test_a_load_adds_what_it_reads_to_a_table_of_changes(made: Any) -> None:
 
 # --- shape, upkeep, and what is refused --------------------------------------------------------------------
 
-EVERY = [Form(metadata=("_seq", "_op")), MARKED, HISTORY, APPEND]
+EVERY = [TableSpec(metadata=("_seq", "_op")), MARKED, HISTORY, APPEND]
 
 
 @pytest.mark.parametrize("form", EVERY, ids=str)
-def test_a_table_of_any_form_evolves_and_is_looked_after(made: Any, form: Form) -> None:
+def test_a_table_of_any_form_evolves_and_is_looked_after(made: Any, form: TableSpec) -> None:
     table = made(form)
     for n in range(9):
         table.apply(tx(2000 + n, insert(10 + n, name="x")))
     before = table.content(*SHOP.names)
-    files = Upkeep(file_bytes=1 << 20, remove_after_seconds=None)
-    assert table.table.tend(files, table.cursor(table.seq)).joined >= 8
+    files = UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=None)
+    assert table.table.compact(files, table.cursor(table.seq)).files_compacted >= 8
     assert table.content(*SHOP.names) == before
     columns = (
         *SHOP.columns[:3],
@@ -346,10 +346,10 @@ def test_a_table_of_any_form_evolves_and_is_looked_after(made: Any, form: Form) 
         Column(name="extra", source_type="text", type=pa.string()),
     )
     after = replace(SHOP, columns=columns)
-    recast = Recast(schema=after, added=("extra",), renamed=(("n", "m"),), filled=(("extra", pa.scalar("e")),))
+    recast = Recast(schema=after, added=("extra",), renamed=(("n", "m"),), backfilled=(("extra", pa.scalar("e")),))
     assert table.table.evolve(recast, table.cursor(table.seq)).committed
     assert not table.table.evolve(recast, table.cursor(table.seq)).committed
-    assert table.table.shape() == after
+    assert table.table.schema() == after
     table.schema = after
     table.apply(tx(3000, insert(30, m=7, extra="new")))
     rows = {(row["id"], row["m"], row["extra"]) for row in table.content("id", "m", "extra")}
@@ -362,7 +362,7 @@ def test_a_table_of_any_form_evolves_and_is_looked_after(made: Any, form: Form) 
     "form", [MARKED, HISTORY, APPEND, replace(HISTORY, partition_by=("n", "name"))],
     ids=["soft-delete", "history", "append", "history-in-partitions"],
 )  # fmt: skip
-def test_a_past_is_carried_over_to_another_shape_and_compared_with_a_load(made: Any, form: Form) -> None:
+def test_a_past_is_carried_over_to_another_shape_and_compared_with_a_load(made: Any, form: TableSpec) -> None:
     """`n` becomes wider, `name` what cannot hold it; the first row is the same at the source, the second is not."""
     table = made(form)
     table.apply(tx(2000, delete(3)))
@@ -373,7 +373,7 @@ def test_a_past_is_carried_over_to_another_shape_and_compared_with_a_load(made: 
         Column(name="n", source_type="bigint", type=pa.int64()),
     )
     after = replace(SHOP, columns=columns)
-    carried = carry(form, SHOP, after, POLICIES, no_value)
+    carried = carry_over(form, SHOP, after, DEFAULT_POLICIES, no_value)
     assert isinstance(carried, Recast)
     assert table.table.evolve(carried, table.cursor(table.seq)).committed
     table.schema = after
@@ -398,12 +398,12 @@ def test_a_past_is_carried_over_to_another_shape_and_compared_with_a_load(made: 
 
 @pytest.mark.parametrize("form", EVERY, ids=str)
 def test_a_table_made_in_another_form_is_refused_until_it_is_loaded_anew(
-    open_table: OpenTable, tmp_path: Path, form: Form
+    open_table: OpenTable, tmp_path: Path, form: TableSpec
 ) -> None:
-    table = Formed(open_table(tmp_path / "t", PLAIN), PLAIN, tmp_path / "t", rows=ROWS)
+    table = Formed(open_table(tmp_path / "t", PLAIN_MIRROR), PLAIN_MIRROR, tmp_path / "t", rows=ROWS)
     other = open_table(tmp_path / "t", form)
     with pytest.raises(FormChanged) as refused:
-        other.cursor()
+        other.applied_position()
     assert "tailrace snapshot FILE TABLE" in refused.value.hint
     with pytest.raises(FormChanged):
         other.evolve(Recast(schema=SHOP), table.cursor(table.seq))
@@ -414,9 +414,9 @@ def test_a_table_made_in_another_form_is_refused_until_it_is_loaded_anew(
         table.apply(tx(1, insert(9)))
 
 
-@pytest.mark.parametrize("form", [PLAIN, MARKED], ids=str)
+@pytest.mark.parametrize("form", [PLAIN_MIRROR, MARKED], ids=str)
 def test_a_row_that_a_chunk_saw_after_it_moved_goes_when_the_source_has_it_no_more(
-    open_table: OpenTable, tmp_path: Path, form: Form
+    open_table: OpenTable, tmp_path: Path, form: TableSpec
 ) -> None:
     table = Formed(open_table(tmp_path / "t", form), form, tmp_path / "t", rows=[{"id": 2, "big": "large"}])
     batch = stored(SHOP, [tx(2000, *move(1, 2, unchanged=("big",)), delete(2))], table.seq + 1)
@@ -425,22 +425,22 @@ def test_a_row_that_a_chunk_saw_after_it_moved_goes_when_the_source_has_it_no_mo
         return pa.schema(SHOP.row_fields()).empty_table()
 
     here, then = table.cursor(table.seq), table.cursor(table.seq + batch.num_rows)
-    table.table.apply(SHOP, fold_into(form, SHOP, batch), here, then, reread=source_has_none, touch=True)
+    table.table.apply(SHOP, fold_by_mode(form, SHOP, batch), here, then, reread=source_has_none, touch=True)
     gone = [(2, "large", True)]
     assert table.tuples("id", "big", *(["_deleted"] if form.soft_delete else [])) == (gone if form.soft_delete else [])
 
 
-@pytest.mark.parametrize("form", [PLAIN, MARKED], ids=str)
+@pytest.mark.parametrize("form", [PLAIN_MIRROR, MARKED], ids=str)
 @pytest.mark.parametrize("emptied", [False, True])
 def test_a_row_that_came_without_its_value_takes_none_of_an_earlier_row(
-    open_table: OpenTable, tmp_path: Path, form: Form, emptied: bool
+    open_table: OpenTable, tmp_path: Path, form: TableSpec, emptied: bool
 ) -> None:
     earlier = [{"id": i, "big": "earlier"} for i in (1, 2, 3)]
     table = Formed(open_table(tmp_path / "t", form), form, tmp_path / "t", rows=earlier)
     came = (arrival(1, unchanged=BIG), update(2, unchanged=BIG))
     batch = stored(SHOP, [tx(2000, *([truncate()] if emptied else [delete(2)]), *came)], table.seq + 1)
     here, then = table.cursor(table.seq), table.cursor(table.seq + batch.num_rows)
-    folded = fold_into(table.form, SHOP, batch, rereads=True)
+    folded = fold_by_mode(table.form, SHOP, batch, rereads=True)
     with pytest.raises(BaseRowMissing):
         table.table.apply(SHOP, folded, here, then)
 
@@ -459,21 +459,21 @@ def test_a_row_that_came_without_its_value_takes_none_of_an_earlier_row(
 
 def test_names_of_columns_that_the_table_lacks_make_no_other_form(open_table: OpenTable, tmp_path: Path) -> None:
     table = Formed(open_table(tmp_path / "t", HISTORY), HISTORY, tmp_path / "t", rows=ROWS)
-    more = replace(HISTORY, columns=(("nope", "other"),))
-    assert open_table(tmp_path / "t", more).cursor() == table.cursor(table.seq)
+    more = replace(HISTORY, renamed_columns=(("nope", "other"),))
+    assert open_table(tmp_path / "t", more).applied_position() == table.cursor(table.seq)
     with pytest.raises(FormChanged):
-        open_table(tmp_path / "t", replace(HISTORY, columns=(("name", "other"),))).cursor()
+        open_table(tmp_path / "t", replace(HISTORY, renamed_columns=(("name", "other"),))).applied_position()
 
 
 @pytest.mark.parametrize(
     ("form", "schema", "said"),
     [
         (HISTORY, KEYLESS, "needs a table with a key"),
-        (Form(soft_delete=True), KEYLESS, "needs a table with a key"),
-        (Form(metadata=("_seq",)), KEYLESS, "needs a table with a key"),
+        (TableSpec(soft_delete=True), KEYLESS, "needs a table with a key"),
+        (TableSpec(metadata=("_seq",)), KEYLESS, "needs a table with a key"),
         (HISTORY, replace(SHOP, identity=Identity.NONE), "does not tell which rows"),
         (
-            Form(soft_delete=True),
+            TableSpec(soft_delete=True),
             table_schema({"id": pa.int64(), engines.MARK.upper(): pa.bool_()}),
             "has the name of one",
         ),
@@ -481,7 +481,7 @@ def test_names_of_columns_that_the_table_lacks_make_no_other_form(open_table: Op
     ],
 )
 def test_what_a_source_table_cannot_be_is_refused(
-    open_table: OpenTable, tmp_path: Path, form: Form, schema: Any, said: str
+    open_table: OpenTable, tmp_path: Path, form: TableSpec, schema: Any, said: str
 ) -> None:
     with pytest.raises(TableUnusable, match=said) as refused:
         Formed(open_table(tmp_path / "t", form), form, tmp_path / "t", schema)
@@ -494,9 +494,9 @@ def test_what_a_source_table_cannot_be_is_refused(
 NAMED = (("big", "large"), ("id", "number"))
 
 
-@pytest.mark.parametrize("form", [PLAIN, *EVERY], ids=str)
-def test_columns_have_the_names_that_were_asked_for(made: Any, form: Form) -> None:
-    table = made(replace(form, columns=NAMED))
+@pytest.mark.parametrize("form", [PLAIN_MIRROR, *EVERY], ids=str)
+def test_columns_have_the_names_that_were_asked_for(made: Any, form: TableSpec) -> None:
+    table = made(replace(form, renamed_columns=NAMED))
     table.apply(tx(2000, update(1, name="b", unchanged=BIG)), tx(3000, *move(2, 8, unchanged=BIG), delete(3)))
     assert "id" not in table.content()[0]
     rows = {(row["number"], row["name"], row["large"]) for row in table.content("number", "name", "large")}
@@ -513,16 +513,16 @@ def test_columns_have_the_names_that_were_asked_for(made: Any, form: Form) -> No
 
 
 def test_a_row_that_is_read_again_says_of_itself_what_its_change_says(made: Any) -> None:
-    form = Form(soft_delete=True, metadata=("_seq",), columns=NAMED)
+    form = TableSpec(soft_delete=True, metadata=("_seq",), renamed_columns=NAMED)
     table = made(form, rows=ROWS[:1])
     partial = tx(1, update(7, unchanged=BIG), *move(1, 8, unchanged=BIG), update(9, unchanged=BIG))
 
     def reread(keys: pa.Table) -> pa.Table:
         assert sorted(keys.column("number").to_pylist()) == [7, 8, 9]
         rows = [{"number": key, "name": "now", "large": f"read {key}", "n": 0} for key in (7, 8)]
-        return pa.Table.from_pylist(rows, pa.schema(form.stored(SHOP).row_fields()[:4]))
+        return pa.Table.from_pylist(rows, pa.schema(form.stored_schema(SHOP).row_fields()[:4]))
 
-    folded = fold_into(form, SHOP, stored(SHOP, [partial]))
+    folded = fold_by_mode(form, SHOP, stored(SHOP, [partial]))
     table.table.apply(SHOP, folded, table.cursor(LOADED_SEQ), table.cursor(103), reread=reread)
     assert table.tuples("number", "name", "large", "_deleted", "_seq") == [
         (1, "n1", "large 1", True, 101),
@@ -532,26 +532,26 @@ def test_a_row_that_is_read_again_says_of_itself_what_its_change_says(made: Any)
 
 
 def test_changes_of_a_table_without_a_key_find_their_rows_under_other_names(made: Any) -> None:
-    table = made(Form(columns=(("a", "b"), ("b", "a"))), rows=[{"a": 1, "b": "x"}] * 2, schema=KEYLESS)
+    table = made(TableSpec(renamed_columns=(("a", "b"), ("b", "a"))), rows=[{"a": 1, "b": "x"}] * 2, schema=KEYLESS)
     table.apply(tx(1, delete({"a": 1}, b="x")))
     assert table.content() == [{"b": 1, "a": "x"}]
 
 
 def test_two_columns_of_one_name_are_refused(made: Any) -> None:
     with pytest.raises(TableUnusable, match="would have one name") as refused:
-        made(Form(columns=(("big", "NAME"),)))
+        made(TableSpec(renamed_columns=(("big", "NAME"),)))
     assert refused.value.hint.startswith("Give one of them another name")
     assert "columns:" in refused.value.hint
 
 
 def test_a_column_that_has_the_marks_name_is_told_of_the_mark(made: Any) -> None:
     with pytest.raises(TableUnusable, match="has the name of one that the table's form adds") as refused:
-        made(Form(soft_delete=True, mark=engines.MARK, columns=(("big", engines.MARK),)))
+        made(TableSpec(soft_delete=True, deleted_column=engines.MARK, renamed_columns=(("big", engines.MARK),)))
     assert "`soft_delete`" in refused.value.hint
 
 
 def test_a_folder_of_another_source_table_is_never_written(open_table: OpenTable, tmp_path: Path) -> None:
-    first = Formed(open_table(tmp_path / "t", PLAIN), PLAIN, tmp_path / "t", rows=ROWS)
+    first = Formed(open_table(tmp_path / "t", PLAIN_MIRROR), PLAIN_MIRROR, tmp_path / "t", rows=ROWS)
     other = replace(SHOP, table=TableId("public", "other"))
     load, look = lambda: first.table.load(other, [], first.cursor(200)), lambda: first.table.refuse_foreign(other.table)
     for use in (load, look):
@@ -569,10 +569,12 @@ BEGUN = 1763283600
 
 
 @pytest.mark.parametrize(
-    "form", [Form(metadata=("_op", "_seq")), Form(soft_delete=True), APPEND, Form(mode=TableMode.HISTORY)], ids=str
+    "form",
+    [TableSpec(metadata=("_op", "_seq")), TableSpec(soft_delete=True), APPEND, TableSpec(mode=TableMode.HISTORY)],
+    ids=str,
 )
 def test_the_guide_shows_what_a_reader_sees(
-    open_table: OpenTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Form
+    open_table: OpenTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: TableSpec
 ) -> None:
     monkeypatch.setattr(forms, "READ_AT", BEGUN)
     rows = [{"id": 1, "state": "new", "note": "long"}, {"id": 2, "state": "new", "note": "text"}]
@@ -580,7 +582,7 @@ def test_the_guide_shows_what_a_reader_sees(
     packed, sent = (update(1, state=state, unchanged=("note",)) for state in ("packed", "sent"))
     third = insert(3, state="new", note="-")
     table.apply(tx(BEGUN + 60, packed, sent), tx(BEGUN + 120, delete(2)), tx(BEGUN + 180, third))
-    names = form.stored(ORDERS).names
+    names = form.stored_schema(ORDERS).names
     shown = GUIDE.read_text().split(f"\n| {' | '.join(names)} |\n")[1].split("\n\n")[0]
     assert sorted(shown.splitlines()[1:]) == sorted(
         "|" + "".join(f" {_shown(row[name])} |".replace("  ", " ") for name in names) for row in table.content()
@@ -600,11 +602,11 @@ def _shown(value: Any) -> str:
 
 @pytest.mark.parametrize("partition_by", [(), ("id",)])
 def test_a_load_of_messages_adds_what_is_missing_and_takes_nothing_away(made: Any, partition_by: Any) -> None:
-    form = Form(keeps=True, partition_by=partition_by)
+    form = TableSpec(holds_messages=True, partition_by=partition_by)
     table = made(form)
     table.apply(tx(1, insert(4, name="n4")))
     again(table, [ROWS[1] | {"name": "other"}, ROWS[0] | {"id": 5}], "second", READ_AT + 9)
     assert table.tuples("id", "name") == [(1, "n1"), (2, "other"), (3, "n3"), (4, "n4"), (5, "n1")]
     again(table, [], "third", READ_AT + 19)
     assert [number for (number,) in table.tuples("id")] == [1, 2, 3, 4, 5]
-    assert Form.from_json(form.to_json()) == form
+    assert TableSpec.from_json(form.to_json()) == form

@@ -281,10 +281,10 @@ def test_under_full_every_partition_must_be_full_for_updates_to_arrive(scene: Sc
     for name in ("root", "low", "mid", "mid_a", "mid_b"):
         scene.run(f"alter table {name} replica identity full")
     scene.follow()
-    assert scene.capture.published() == {scene.id("root"): {f"{scene.name}_inserts"}}
+    assert scene.capture.publications_by_table() == {scene.id("root"): {f"{scene.name}_inserts"}}
     scene.run("alter table high replica identity full", "insert into root values (35, 'a', 1)")
     scene.restart()
-    assert scene.capture.published() == {scene.id("root"): {scene.name}}
+    assert scene.capture.publications_by_table() == {scene.id("root"): {scene.name}}
     scene.run("update root set v = 'b'")
     told = scene.told()
     assert told[1].event.before == {"id": 35, "v": "a", "n": 1}
@@ -329,7 +329,7 @@ def test_a_publication_of_partitions_gives_each_as_a_table_of_its_own(scene: Sce
     make_partitions(scene)
     scene.follow(publication="for table root")
     assert {table.table.name for table in scene.capture.tables()} == LEAVES
-    assert {table.name for table in scene.capture.published()} == LEAVES
+    assert {table.name for table in scene.capture.publications_by_table()} == LEAVES
     scene.run(
         "insert into root values (1, 'a', 1), (15, 'b', 2), (25, 'c', 3), (35, 'd', 4)",
         "update root set id = 36 where id = 35",
@@ -372,7 +372,7 @@ def test_a_publication_of_some_partitions_leaves_the_others_to_be_asked_for(scen
     scene.follow(publication="for table low, mid_a")
     # The others are wanted and stay in the list: each says that it is not published.
     assert {table.table.name for table in scene.capture.tables()} == LEAVES
-    assert {table.name for table in scene.capture.published()} == {"low", "mid_a"}
+    assert {table.name for table in scene.capture.publications_by_table()} == {"low", "mid_a"}
 
 
 def test_a_root_whose_publication_publishes_only_its_partitions_is_explained(
@@ -651,7 +651,7 @@ def test_a_table_of_ours_that_is_made_later_is_published_from_the_next_start_on(
     scene.run("insert into made values (2)", "drop table t")
     assert scene.short() == [("insert", "made", 2)]
     scene.restart()
-    assert set(scene.capture.published()) == {scene.id("made")}
+    assert set(scene.capture.publications_by_table()) == {scene.id("made")}
 
 
 # --- what cannot be captured -------------------------------------------------------------------------------

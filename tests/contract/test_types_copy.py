@@ -18,7 +18,7 @@ from psycopg import sql
 from tailrace.capture.postgres import copy as copying
 from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.connect import connect
-from tailrace.capture.postgres.copy import copy_marked, copy_rows, selected
+from tailrace.capture.postgres.copy import copy_rows, copy_rows_marking_unfit, selected
 from tailrace.capture.postgres.copy_binary import PRINTED
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import SourceError, ValueUnfit
@@ -131,7 +131,9 @@ def test_what_does_not_fit_is_told_beside_rows_that_are_the_same_either_way(scen
     whole = scene.rows("t")
     scene.run("insert into t (id, n, day) values (3, 'NaN', '2001-01-01'), (4, 4, null)")
     found = list(
-        copy_marked(scene.session, scene.describe("t"), sql.SQL("from public.t"), deadline=time.monotonic() + 60)
+        copy_rows_marking_unfit(
+            scene.session, scene.describe("t"), sql.SQL("from public.t"), deadline=time.monotonic() + 60
+        )
     )
     rows = [row for batch, _ in found for row in batch.to_pylist()]
     unfit = [cells for _, column in found for cells in column.to_pylist()]

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from tailrace.capture.postgres.config import PostgresSettings
-from tailrace.capture.postgres.connect import command, connect, connect_replication, text_as_it_is
+from tailrace.capture.postgres.connect import command, connect, connect_replication, unchecked_text
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.model import change
@@ -97,7 +97,7 @@ def test_a_database_without_an_encoding_sends_its_bytes(server: EmbeddedPostgres
         finally:
             replication.finish()
         with connect(server.url(name)) as session:
-            with text_as_it_is(session.pgconn):
+            with unchecked_text(session.pgconn):
                 assert session.pgconn.exec_(query).get_value(0, 0) == b"\xe9"
             assert session.pgconn.exec_(query).get_value(0, 0) is None, "asked for UTF-8, it refuses"
             assert session.execute("select 'é'").fetchone() == ("é",)
@@ -106,7 +106,7 @@ def test_a_database_without_an_encoding_sends_its_bytes(server: EmbeddedPostgres
 def test_a_database_with_an_encoding_converts_its_text(server: EmbeddedPostgres, latin: Latin) -> None:
     replication = connect_replication(latin.capture.settings.url)
     try:
-        with text_as_it_is(replication):
+        with unchecked_text(replication):
             assert command(replication, "SELECT 'é'") == ["é"]
             assert command(replication, "SHOW client_encoding") == ["UTF8"]
     finally:

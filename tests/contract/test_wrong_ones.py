@@ -203,7 +203,7 @@ class KnowsShapes(MemorySchemaHistory):
     """Takes a shape that the table ever had for the one it has."""
 
     def record(self, shape: TableSchema, **given: Any) -> Any:
-        known = [version for version in self.versions(shape.table) if version.shape == shape]
+        known = [version for version in self.versions(shape.table) if version.schema == shape]
         return known[0] if known else super().record(shape, **given)
 
 

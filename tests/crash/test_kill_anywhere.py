@@ -13,7 +13,7 @@ import pytest
 
 from tailrace import failpoints
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.demo.shop import SCHEMA_SQL, TABLES, Workload, seed
+from tailrace.demo.shop import SCHEMA_SQL, TABLES, Workload, load_first_rows
 from tests.support.pipelines import Pipeline, assert_log_is_whole, descendants, eventually, group_members
 
 NAMES = [table for _, table in TABLES]
@@ -42,7 +42,7 @@ def shop(tmp_path: Path):  # type: ignore[no-untyped-def] # a generator of one p
             connection.execute("CREATE DATABASE shop")
         with server.connect("shop") as connection:
             connection.execute(SCHEMA_SQL)
-            seed(connection, scale=0.3)
+            load_first_rows(connection, scale=0.3)
         yield (
             Pipeline(tmp_path / "pipeline", server.url("shop")),
             Workload(server.url("shop"), transactions_per_second=60),

@@ -17,9 +17,9 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from tailrace.capture.postgres.chunks import Cut
+from tailrace.capture.postgres.chunks import ChunkKind
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.tasks.load_store import Seeds
+from tailrace.tasks.load_store import LoadStore
 from tests.support.pipelines import Pipeline, eventually, execute
 
 KILLS = int(os.environ.get("TAILRACE_LOAD_KILLS", "0"))
@@ -85,27 +85,27 @@ def chunks_on_record(pipeline: Pipeline) -> set[Path]:
 
 def is_half_read(pipeline: Pipeline) -> bool:
     """Whether there is a load that lacks chunks."""
-    seeds = Seeds(pipeline.log)
-    return any(len(seeds.staged(seed.id)) < len(seed.plan.chunks) for seed in seeds.all())
+    seeds = LoadStore(pipeline.log)
+    return any(len(seeds.staged_chunks(seed.id)) < len(seed.plan.chunks) for seed in seeds.unfinished_loads())
 
 
 def is_loaded(pipeline: Pipeline) -> bool:
     """Whether every table is there, and no load is wished for, under way or being replayed."""
     there = all((pipeline.lake / "public" / table / "_delta_log").exists() for table in TABLES)
-    return there and not Seeds(pipeline.log).wishes() and not list((pipeline.log / "seed").glob("*/plan.json"))
+    return there and not LoadStore(pipeline.log).requests() and not list((pipeline.log / "seed").glob("*/plan.json"))
 
 
 class Record:
     """What is on record now of loads that outlive their process, and what the server was told to read since."""
 
     def __init__(self, pipeline: Pipeline, server: EmbeddedPostgres) -> None:
-        seeds = Seeds(pipeline.log)
+        seeds = LoadStore(pipeline.log)
         self._known = {
-            f" where {sql.SQL(' and ').join(chunk.conditions()).as_string(None)}) "
-            for seed in seeds.all()
-            if seed.plan.cut is Cut.KEY
+            f" where {sql.SQL(' and ').join(chunk.conditions_sql()).as_string(None)}) "
+            for seed in seeds.unfinished_loads()
+            if seed.plan.cut is ChunkKind.KEY
             for chunk in seed.plan.chunks
-            if chunk.number in seeds.staged(seed.id)
+            if chunk.number in seeds.staged_chunks(seed.id)
         }
         self._server_log, self._since = server.log_file, server.log_file.stat().st_size
 

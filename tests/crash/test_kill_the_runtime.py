@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from tailrace import failpoints
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.state.checkpoint_stores import FileCheckpointStore
-from tailrace.transforms.steps.encryption import bound_to
+from tailrace.transforms.steps.encryption import associated_data
 from tests.support.databases import database
 from tests.support.runtime_worker import ITEMS, KEY_ID, KEY_VARIABLE, forked
 
@@ -130,7 +130,7 @@ def test_killed_before_the_acknowledgement_every_value_that_comes_again_is_encry
     head = bytes([2, len(KEY_ID)]) + KEY_ID.encode()
     assert all(value.startswith(head) and b"name" not in value for value in sealed)
     opened = [
-        AESGCM(KEY).decrypt(rest[:12], rest[12:], bound_to(ITEMS, "name")).decode()
+        AESGCM(KEY).decrypt(rest[:12], rest[12:], associated_data(ITEMS, "name")).decode()
         for value in sealed
         if (rest := value.removeprefix(head))
     ]

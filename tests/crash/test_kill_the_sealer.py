@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tailrace import failpoints
-from tailrace.changelog.maintain.sealer import Limits
-from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.maintain.sealer import SealLimits
+from tailrace.changelog.read.consumers import TableProgress, write_table_progress
 from tailrace.changelog.read.index import LogIndex
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter
@@ -53,14 +53,14 @@ def write(path: Path) -> Diary:
     diary.commit(inserts(1), inserts(1, schema=OTHER))
     diary.commit()
     diary.commit(inserts(2, 3))
-    seal(path, join=False, grace_seconds=None, limits=Limits(commits=1))
+    seal(path, join=False, grace_seconds=None, limits=SealLimits(commits=1))
     diary.piece(inserts(4), inserts(2, schema=OTHER))
     diary.finish((RENAMED, [insert(5), *move(5, 6)]))
     diary.commit(inserts(3, schema=OTHER))
     diary.commit(inserts(7, schema=RENAMED))
     diary.close()
     # The other table has covered its first row; the rest of it is held, and nothing else.
-    leave_hints(path, [TableHint(table=OTHER.table, numbers=(2,), commit=1, seq=2)])
+    write_table_progress(path, [TableProgress(table=OTHER.table, numbers=(2,), commit=1, seq=2)])
     return diary
 
 
@@ -68,7 +68,7 @@ def kept(path: Path, diary: Diary) -> list[Row]:
     """The rows that are not recorded as gone."""
     gone = ChangeLog.open(path).trimmed()
     number = {SHOP.relation: 1, OTHER.relation: 2}
-    return [row for row in diary.rows() if not gone.covers(number[row.schema.relation], row.seq)]
+    return [row for row in diary.rows() if not gone.is_trimmed(number[row.schema.relation], row.seq)]
 
 
 def assert_readable(path: Path, diary: Diary) -> None:
@@ -76,7 +76,7 @@ def assert_readable(path: Path, diary: Diary) -> None:
     log = ChangeLog.open(path)
     assert in_order(rows_of(log.follow())) == kept(path, diary)
     assert rows_of(log.follow(1, table="public.other")) == diary.rows(1, OTHER)
-    if log.trimmed().lacks(1, 0) is None:
+    if log.trimmed().trimmed_after(1, 0) is None:
         assert in_order(rows_of(log.follow(0, table="public.things"))) == diary.rows(schema=SHOP)
     else:
         with pytest.raises(LogTrimmed):
@@ -98,7 +98,7 @@ def assert_in_order(path: Path, diary: Diary) -> None:
     index = LogIndex(log)
     index.grow()
     counts = (len(diary.noted), len(diary.rows(schema=SHOP)), len(diary.rows(schema=OTHER)))
-    assert (index.rows, index.captured(1), index.captured(2)) == counts
+    assert (index.rows, index.rows_captured(1), index.rows_captured(2)) == counts
     writer = LogWriter(path, SOURCE)
     assert (writer.commit, writer.next_seq) == (6, len(diary.noted) + 1)
     writer.append(rows_window(writer.position.value, writer.position.value + 100, 99))

@@ -58,7 +58,7 @@ def assert_recorded(folder: Path) -> None:
         assert kept
         assert kept[-1] in {told, told + 1}
         assert len(kept) >= min(3, kept[-1])
-        assert len(history.at_version(SHOP.table, kept[-1]).shape.columns) == len(SHOP.columns) + kept[-1] - 1
+        assert len(history.at_version(SHOP.table, kept[-1]).schema.columns) == len(SHOP.columns) + kept[-1] - 1
     names = {path.name.rsplit(".", 2)[-2] for path in (folder / "state").iterdir() if path.name not in LEFT}
     assert names == {str(number) for number in kept}, "nothing is left over"
 

@@ -43,10 +43,10 @@ from tailrace.capture.postgres.copy_binary import (
     PRINTED,
     UUID,
     BinaryRows,
-    kind_of,
+    binary_kind,
 )
 from tailrace.capture.postgres.decode import Decoder
-from tailrace.capture.postgres.invalid_text import Text, check_text
+from tailrace.capture.postgres.invalid_text import TextHandling, check_text
 from tailrace.capture.postgres.types import arrow_type
 from tailrace.capture.postgres.values import ABSENT, NULL, Bytes, Cells
 from tailrace.errors import SourceError, TableError, Unsupported, ValueUnfit
@@ -70,7 +70,7 @@ ROW_BYTES_MIN = 4
 LAST = Lsn((1 << 64) - 1)
 ANYHOW = 192
 """From here on the input's first byte asks for parts that no reader makes."""
-TEXTS = tuple(Text)
+TEXTS = tuple(TextHandling)
 AFTER = (0, 0, 0, 0, 1, 0x100, 0x1FF, 0x1000000, 1 << 63, (1 << 64) - 1)
 """Positions that a stream is read from, by the input's second byte."""
 
@@ -117,7 +117,7 @@ def small_batches() -> Iterator[None]:
         decoding.BATCH_CELLS_MAX, decoding.BATCH_BYTES_MAX = limits
 
 
-def _head(data: bytes) -> tuple[int, Lsn, Text]:
+def _head(data: bytes) -> tuple[int, Lsn, TextHandling]:
     seed, how = (data[:2] + bytes(2))[:2]
     return seed, Lsn(AFTER[how % len(AFTER)]), TEXTS[how // len(AFTER) % len(TEXTS)]
 
@@ -131,12 +131,12 @@ def _wanted(prefix: str) -> bool:
     return len(prefix) % 4 != 3
 
 
-def _whole(messages: list[bytes], after: Lsn, place: Place, text: Text) -> Iterator[Window]:
+def _whole(messages: list[bytes], after: Lsn, place: Place, text: TextHandling) -> Iterator[Window]:
     b, starts = laid_out(messages)
     yield Decoder(describe, wanted=_wanted, text=text).decode(place(b), starts, len(messages), after, LAST)
 
 
-def _in_parts(messages: list[bytes], after: Lsn, place: Place, text: Text, seed: int) -> Iterator[Window]:
+def _in_parts(messages: list[bytes], after: Lsn, place: Place, text: TextHandling, seed: int) -> Iterator[Window]:
     decoder = Decoder(describe, wanted=_wanted, text=text)
     for part, is_open in dealt(random.Random(seed), messages):
         b, starts = laid_out(part)
@@ -150,7 +150,7 @@ def _in_parts(messages: list[bytes], after: Lsn, place: Place, text: Text, seed:
         yield from _whole([b"?"], after, place, text)  # its end never came: refused, as it is at once
 
 
-def _anyhow(messages: list[bytes], after: Lsn, place: Place, text: Text, seed: int) -> Iterator[Window]:
+def _anyhow(messages: list[bytes], after: Lsn, place: Place, text: TextHandling, seed: int) -> Iterator[Window]:
     """In parts that no reader makes: cut anywhere, and what is called open need not be."""
     decoder, rng = Decoder(describe, wanted=_wanted, text=text), random.Random(seed)
     while messages:
@@ -165,7 +165,7 @@ def _anyhow(messages: list[bytes], after: Lsn, place: Place, text: Text, seed: i
         messages = messages[cut:]
 
 
-def _decoded(windows: Iterable[Window], data: bytes, text: Text) -> Iterator[bytes]:
+def _decoded(windows: Iterable[Window], data: bytes, text: TextHandling) -> Iterator[bytes]:
     """What the windows hold, in a form that does not depend on where one ended and the next began."""
     batches: dict[Any, list[ChangeBatch]] = {}
     rows = 0
@@ -177,7 +177,7 @@ def _decoded(windows: Iterable[Window], data: bytes, text: Text) -> Iterator[byt
     assert rows * ROW_BYTES_MIN <= len(data), "more rows than the bytes can hold"
     for shape in sorted(batches):
         yield shape.encode()
-        completed = [batch.completed() for batch in batches[shape]]
+        completed = [batch.with_all_columns() for batch in batches[shape]]
         for place, field in enumerate(completed[0].schema):
             if field.name not in (change.SEQ, change.POSITION):
                 yield content(pa.concat_arrays([batch.column(place) for batch in completed]))
@@ -185,7 +185,7 @@ def _decoded(windows: Iterable[Window], data: bytes, text: Text) -> Iterator[byt
     yield np.array(counts, np.int64).reshape(-1, 4).sum(axis=0).tobytes()
 
 
-def check_window(window: Window, data: bytes, text: Text) -> None:
+def check_window(window: Window, data: bytes, text: TextHandling) -> None:
     """A window says how many rows it has, numbers them from zero, and every one can be read."""
     numbers = [batch.data.column(change.SEQ).to_numpy() for batch in window.batches]
     assert sum(map(len, window.batches)) == window.rows
@@ -198,13 +198,13 @@ def check_window(window: Window, data: bytes, text: Text) -> None:
             assert not batch.data.column(name).null_count
 
 
-def check_whole(array: pa.Array, data: bytes, text: Text) -> None:
+def check_whole(array: pa.Array, data: bytes, text: TextHandling) -> None:
     """Every offset lies inside, every text is UTF-8, unless texts are not checked and the input has one that is not."""
     array.validate()
     try:
         array.validate(full=True)
     except pa.ArrowInvalid as error:
-        if "UTF8" not in str(error) or text is not Text.SOUND:
+        if "UTF8" not in str(error) or text is not TextHandling.SOUND:
             raise
         plain = data.replace(b"\\", b"")
         for column in _texts(array):
@@ -267,7 +267,7 @@ def value(data: bytes, place: Place) -> bytes:
 def _column(number: int, modifier: int, cells: list[tuple[int, bytes]], data: bytes, place: Place) -> Iterator[bytes]:
     kind = arrow_type(number, modifier)
     found = _typed(kind, cells, place)
-    check_whole(found.column, data, Text.SOUND)
+    check_whole(found.column, data, TextHandling.SOUND)
     missing = np.array([length > LENGTH_MAX for length, _ in cells], bool)
     assert found.column.type == kind
     assert len(found.column) == len(cells)
@@ -287,13 +287,13 @@ def _column(number: int, modifier: int, cells: list[tuple[int, bytes]], data: by
             assert content(alone.column) == content(here), "a value depends on its neighbours"
 
 
-def _typed(kind: pa.DataType, cells: list[tuple[int, bytes]], place: Place) -> values.Typed:
+def _typed(kind: pa.DataType, cells: list[tuple[int, bytes]], place: Place) -> values.ConvertedColumn:
     size = np.array([len(text) for _, text in cells], np.int64)
     at = np.cumsum(size) - size
     for row, (length, _) in enumerate(cells):
         if length > LENGTH_MAX:
             size[row] = NULL if length == LENGTH_MAX + 2 else ABSENT
-    return values.typed(Cells(place(b"".join(text for _, text in cells)), at, size), kind)
+    return values.convert_cells(Cells(place(b"".join(text for _, text in cells)), at, size), kind)
 
 
 # --- a copy ------------------------------------------------------------------------------------------------
@@ -308,10 +308,10 @@ def copy(data: bytes, place: Place) -> bytes:
     return outcome(lambda: _copied(data[2 : 2 + length], data[2 + length :], place, text))
 
 
-def _copied(relation: bytes, data: bytes, place: Place, text: Text) -> Iterator[bytes]:
+def _copied(relation: bytes, data: bytes, place: Place, text: TextHandling) -> Iterator[bytes]:
     schema = describe_one(relation)
     types = [(number, modifier) for _, number, modifier in parse_relation(relation)[3]]
-    kinds = [kind_of(*of, column.type) for of, column in zip(types, schema.columns, strict=True)]
+    kinds = [binary_kind(*of, column.type) for of, column in zip(types, schema.columns, strict=True)]
     assert _drained([data[at : at + 40] for at in range(0, len(data), 40)], place) == data
     cuts, ended = _row_cuts(data, len(kinds))
     expected = None if cuts is None else [_cells(data[at:end]) for at, end in itertools.pairwise(cuts)]
@@ -324,7 +324,7 @@ def _copied(relation: bytes, data: bytes, place: Place, text: Text) -> Iterator[
     except ValueUnfit:
         assert expected is not None
         # What a type's text holds, and whether it is any, is for other targets.
-        assert any(UNFIT in column for column in wanted) or PRINTED in kinds or text is Text.REFUSED
+        assert any(UNFIT in column for column in wanted) or PRINTED in kinds or text is TextHandling.REFUSED
         raise
     except SourceError:
         assert expected is None or not ended, "a copy was refused that can be read"
@@ -341,7 +341,7 @@ def _copied(relation: bytes, data: bytes, place: Place, text: Text) -> Iterator[
         array = batches[0].column(number)
         check_whole(array, b"\0".join(one or b"" for one in columns[number]), text)
         assert content(pa.concat_arrays([batch.column(number) for batch in parted])) == content(array)
-        if kinds[number] != PRINTED and (text is not Text.REPLACED or not pa.types.is_string(column.type)):
+        if kinds[number] != PRINTED and (text is not TextHandling.REPLACED or not pa.types.is_string(column.type)):
             assert plain(array) == wanted[number]
         yield content(array)
 
@@ -519,13 +519,13 @@ def read(data: bytes, place: Place) -> bytes:
     return at_once
 
 
-def _told(windows: Iterable[Window], data: bytes, text: Text) -> Iterator[bytes]:
+def _told(windows: Iterable[Window], data: bytes, text: TextHandling) -> Iterator[bytes]:
     """What the windows hold, and how far the reader has come."""
     yield from _decoded(windows, data, text)
     yield str(_server().end).encode()
 
 
-def _read(messages: list[bytes], after: Lsn, place: Place, text: Text, room: int) -> Iterator[Window]:
+def _read(messages: list[bytes], after: Lsn, place: Place, text: TextHandling, room: int) -> Iterator[Window]:
     decoder, buffer, server = Decoder(describe, wanted=_wanted, text=text), _buffer(place(bytes(room))), _server()
     server.begin(messages)
     for _ in range(64 + 4 * len(messages)):
@@ -547,9 +547,9 @@ def _read(messages: list[bytes], after: Lsn, place: Place, text: Text, room: int
     server.end = buffer.end
 
 
-def _buffer(room: Bytes) -> stream._Buffer:
+def _buffer(room: Bytes) -> stream._MessageBuffer:
     """As the reader's, but not megabytes at once."""
-    buffer = object.__new__(stream._Buffer)
+    buffer = object.__new__(stream._MessageBuffer)
     buffer.bytes, buffer.starts = room, np.zeros(2 + room.size // 32, np.int64)
     buffer.state = np.zeros(wire.STATE_SIZE, np.int64)
     return buffer

@@ -9,12 +9,12 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tailrace.changelog.format.coverage import Kind, read_published
-from tailrace.changelog.read.offsets import Place
+from tailrace.changelog.format.coverage import CaptureStartKind, read_coverage
+from tailrace.changelog.read.offsets import LogOffset
 from tailrace.errors import LogGap, SourceTableMissing
 from tailrace.model.position import Lsn
-from tailrace.pipeline.capture.embedded_capture import Beside
-from tailrace.spark.datasource.log.log_plan import LogView
+from tailrace.pipeline.capture.embedded_capture import EmbeddedCapture
+from tailrace.spark.datasource.log.log_plan import LogPlanner
 from tests.support.frames import frame, rows_of_parts, steps, stream
 from tests.support.loads import Scene
 from tests.support.pipelines import eventually, execute
@@ -42,12 +42,12 @@ def test_a_table_that_a_pipeline_left_out_for_a_while_is_told_to_whoever_streams
             execute(database, f"INSERT INTO t VALUES ({key})", f"INSERT INTO u VALUES ({key})")
             scene.wait_for_capture()
     made = frame(log, table="public.t")
-    view = LogView(made)
-    end = view.step(view.begin(), view.newest(), limited=True)
-    rows = rows_of_parts(made, view.parts(view.begin(), end))
+    view = LogPlanner(made)
+    end = view.next_end(view.start_offset(), view.newest(), limited=True)
+    rows = rows_of_parts(made, view.plan_parts(view.start_offset(), end))
     assert [row["id"] for row in rows] == [1], "everything before is delivered"
     with pytest.raises(LogGap, match="not captured for a while") as caught:
-        steps(made, after=Place(end))
+        steps(made, after=LogOffset(end))
     again = stream(log, table="public.t", startingPosition=caught.value.fields["complete_from"])
     assert [row["id"] for row in again] == [3]
     assert [row["id"] for row in stream(log, table="public.u")] == [1, 2, 3], "others are not concerned"
@@ -71,7 +71,7 @@ def test_what_is_written_to_a_table_before_it_is_published_is_told_with_the_posi
     assert [row["_table"] for row in rows] == ["t", "n"], "its first row came too early"
     (said,) = caplog.records
     assert "public.n" in said.getMessage()
-    since = read_published(log).comings[-1].complete_from
+    since = read_coverage(log).starts[-1].complete_from
     assert str(since) in said.getMessage()
     assert Lsn.parse(rows[-1]["_position"]) > since
 
@@ -81,7 +81,7 @@ def test_a_table_that_gets_a_key_is_captured_all_the_while(database: str, tmp_pa
     with Scene(tmp_path, database) as scene:
         log = scene.settings.log.path
         execute(database, "INSERT INTO t VALUES (1)", "ALTER TABLE t ADD PRIMARY KEY (id)")
-        assert eventually(lambda: [coming.kind for coming in read_published(log).comings][2:] == [Kind.MOVED])
+        assert eventually(lambda: [coming.kind for coming in read_coverage(log).starts][2:] == [CaptureStartKind.MOVED])
         execute(database, "INSERT INTO t VALUES (2)", "UPDATE t SET id = 3 WHERE id = 1")
         scene.wait_for_capture()
     assert [row["_op"] for row in stream(log, tables="*")] == ["insert", "insert", "delete", "insert"]
@@ -89,7 +89,7 @@ def test_a_table_that_gets_a_key_is_captured_all_the_while(database: str, tmp_pa
 
 def capture(url: str, log: Path, table: str, *statements: str) -> None:
     """As a stream does that reads all there is: in the log is what was committed before the start, at the least."""
-    beside = Beside(url=url, log=str(log), tables=(table,))
+    beside = EmbeddedCapture(url=url, log=str(log), tables=(table,))
     beside.start()
     try:
         assert table.removeprefix("public.") in published(url), "it is captured once it was started"
@@ -103,7 +103,7 @@ def test_streams_of_several_tables_that_take_turns_with_one_log_lose_nothing(dat
     log = tmp_path / "log"
     capture(database, log, "public.t", "INSERT INTO t VALUES (1)")
     capture(database, log, "public.u", "INSERT INTO t VALUES (2)", "INSERT INTO u VALUES (1)")
-    last = Beside(url=database, log=str(log), tables=("public.t",))
+    last = EmbeddedCapture(url=database, log=str(log), tables=("public.t",))
     execute(database, "INSERT INTO t VALUES (3)", "INSERT INTO u VALUES (2)")
     last.start()
     try:

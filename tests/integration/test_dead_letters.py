@@ -17,10 +17,10 @@ import psycopg
 import pyarrow.parquet as pq
 import pytest
 
-from tailrace.deadletters.store import Letters
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
-from tailrace.tasks.replay_rows import DeliverWork, RereadWork, deliver_letters, reread_letters
+from tailrace.tasks.keyed_replay import RefetchWork, ReplayRowsWork, refetch_dead_letters, replay_rows
 from tests.support.loads import Local, Scene, life, wait_for_state
 from tests.support.pipelines import eventually, execute
 
@@ -47,7 +47,7 @@ def scene(database: str, tmp_path: Path) -> Iterator[Scene]:
 
 
 def rows(applying: Local) -> dict[int, dict[str, Any]]:
-    table = life(applying, "things").place
+    table = life(applying, "things").location
     files = table.open().files()
     return {row["id"]: row for file in files for row in pq.read_table(table.path / file).to_pylist()}
 
@@ -63,8 +63,8 @@ def replay(scene: Scene) -> None:
     done = scene.pipeline.ask("dead-letters", "replay")
     assert done.returncode == 0, done.stderr
     assert "tried again" in done.stdout
-    answered = Letters(scene.settings.log.path, THINGS)
-    assert eventually(lambda: answered.asked is None)
+    answered = DeadLetterStore(scene.settings.log.path, THINGS)
+    assert eventually(lambda: answered.replay_requested_at is None)
 
 
 def test_the_table_goes_on_without_the_row_and_a_replay_brings_it_in(scene: Scene) -> None:
@@ -132,8 +132,8 @@ def test_a_partial_change_of_a_row_that_the_table_lacks_is_read_again_at_a_repla
 
 DELIVER = """
 import pickle, sys
-from tailrace.tasks.replay_rows import deliver_letters
-deliver_letters(pickle.load(open(sys.argv[1], "rb")))
+from tailrace.tasks.keyed_replay import replay_rows
+replay_rows(pickle.load(open(sys.argv[1], "rb")))
 """
 
 
@@ -145,12 +145,12 @@ def test_killed_between_the_commit_and_the_letters_it_is_done_again_and_changes_
         execute(scene.pipeline.url, BAD.format(3), "UPDATE things SET amount = 7 WHERE id = 3")
         assert scene.settled(applying)
         here, reader = life(applying, "things"), applying._source.row_reader(60)
-    assert here.cursor is not None
-    assert here.shape is not None
+    assert here.applied_position is not None
+    assert here.schema is not None
     log = scene.settings.log.path
-    read = reread_letters(RereadWork(log=log, shape=here.shape, expected=here.cursor, reader=reader))
+    read = refetch_dead_letters(RefetchWork(log=log, schema=here.schema, expected=here.applied_position, reader=reader))
     assert (read.error, read.rows) == (None, 1)
-    work = DeliverWork(log=log, place=here.place, shape=here.shape, expected=here.cursor)
+    work = ReplayRowsWork(log=log, location=here.location, schema=here.schema, expected=here.applied_position)
     (tmp_path / "work").write_bytes(pickle.dumps(work))
     armed = {"TAILRACE_FAILPOINT": "letters.delivered", "TAILRACE_FAILPOINT_LOG": str(tmp_path / "hits")}
     died = subprocess.run(
@@ -160,8 +160,8 @@ def test_killed_between_the_commit_and_the_letters_it_is_done_again_and_changes_
         env={**os.environ, **armed},
     )
     assert (died.returncode, len(letters(scene))) == (-9, 2)
-    again = deliver_letters(work)
-    assert (again.error, again.letters, again.again, letters(scene)) == (None, 0, False, [])
+    again = replay_rows(work)
+    assert (again.error, again.dead_letters, again.needs_refetch, letters(scene)) == (None, 0, False, [])
     scene.pipeline.assert_equal("things")
 
 
@@ -171,16 +171,21 @@ def test_a_row_that_has_got_another_letter_since_it_was_read_is_read_again(scene
         execute(scene.pipeline.url, BAD.format(3), BAD.format(4), "UPDATE things SET amount = 7 WHERE id IN (3, 4)")
         assert scene.settled(applying)
         here, log = life(applying, "things"), scene.settings.log.path
-        assert here.cursor is not None
-        assert here.shape is not None
+        assert here.applied_position is not None
+        assert here.schema is not None
         reader = applying._source.row_reader(60)
-        assert reread_letters(RereadWork(log=log, shape=here.shape, expected=here.cursor, reader=reader)).error is None
+        assert (
+            refetch_dead_letters(
+                RefetchWork(log=log, schema=here.schema, expected=here.applied_position, reader=reader)
+            ).error
+            is None
+        )
         execute(scene.pipeline.url, "UPDATE things SET amount = 8 WHERE id = 3")
         assert scene.settled(applying)
-        work = DeliverWork(log=log, place=here.place, shape=here.shape, expected=here.cursor)
+        work = ReplayRowsWork(log=log, location=here.location, schema=here.schema, expected=here.applied_position)
         with here.lock:
-            done = deliver_letters(work)
-        assert (done.error, done.rows, done.again) == (None, 2, True)
+            done = replay_rows(work)
+        assert (done.error, done.rows, done.needs_refetch) == (None, 2, True)
         found = rows(applying)
         assert (found[3]["amount"], found[4]["amount"]) == (3, 7), "one waits, the other is in"
         replay(scene)
@@ -242,7 +247,7 @@ def test_a_table_that_begins_empty_has_no_letters_of_the_one_before_it(scene: Sc
         execute(scene.pipeline.url, BAD.format(3))
         assert scene.settled(applying)
         assert len(letters(scene)) == 1
-        shutil.rmtree(life(applying, "things").place.path)
+        shutil.rmtree(life(applying, "things").location.path)
     mode = scene.settings.load.model_copy(update={"mode": "schema_only"})
     scene.settings = scene.settings.model_copy(update={"load": mode})
     with scene.loader() as applying:
@@ -284,10 +289,10 @@ def test_without_letters_a_row_that_the_table_lacks_is_read_again_by_itself(scen
         assert (rows(applying)[42]["large"], 40 in rows(applying)) == ("z" * 4000, False)
         wait_for_state(applying, "things", TableState.LIVE)
         here = life(applying, "things")
-        assert here.cursor is not None
-        spans = applying.lives.seeds.mixed(here.cursor.load or "")
+        assert here.applied_position is not None
+        spans = applying.registry.load_store.ahead_ranges(here.applied_position.load or "")
         assert spans
-        assert (here.mixed, applying.lives.index.position >= spans[-1].end) == (False, True)
+        assert (here.ahead_of_position, applying.registry.index.position >= spans[-1].end) == (False, True)
 
 
 def test_a_table_that_holds_rows_which_do_not_fit_is_loaded_without_them(scene: Scene) -> None:
@@ -332,7 +337,7 @@ def test_a_load_that_stops_at_a_row_holds_nothing_at_the_source(scene: Scene) ->
         wait_for_state(applying, "things", TableState.FAILED)
         error = life(applying, "things").error
         assert error is not None
-        assert (error.code, Letters(scene.settings.log.path, THINGS).any) == ("value-unfit", False)
+        assert (error.code, DeadLetterStore(scene.settings.log.path, THINGS).has_any) == ("value-unfit", False)
         assert eventually(lambda: not temporary_slots(scene))
 
 
@@ -346,7 +351,7 @@ def temporary_slots(scene: Scene) -> list[Any]:
 
 def versions(applying: Local, key: int) -> list[tuple[Any, bool]]:
     """A row's amounts, oldest first, and which is current."""
-    table = life(applying, "things").place
+    table = life(applying, "things").location
     found = [row for file in table.open().files() for row in pq.read_table(table.path / file).to_pylist()]
     mine = sorted((row for row in found if row["id"] == key), key=lambda row: (row["_valid_from"], row["_seq"]))
     return [(row["amount"], row["_current"]) for row in mine]

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 from pyspark.find_spark_home import _find_spark_home
 
-from tailrace.changelog.format.known_tables import expect
+from tailrace.changelog.format.known_tables import record_known_table
 from tailrace.model.schema import TableId
 from tailrace.spark.session.java import find_java
 from tests.support.changes import table_schema
@@ -57,7 +57,7 @@ def test_an_auto_cdc_flow_over_the_source_is_planned(tmp_path: Path) -> None:
     """Spark compares what the flow names with the columns of the source; no table is there to apply it to."""
     diary = Diary(tmp_path / "changes")
     diary.commit()
-    expect(diary.path, ORDERS)
+    record_known_table(diary.path, ORDERS)
     diary.close()
     shutil.copytree(EXAMPLE / "not_run", tmp_path / "transformations")
     spec = (EXAMPLE / "spark-pipeline.yml").read_text().replace("${FOLDER}", str(tmp_path))

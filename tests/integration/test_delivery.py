@@ -24,8 +24,8 @@ from tailrace.errors import ForeignWrite
 from tailrace.model import change
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableSchema
-from tailrace.tables.port import Cursor
-from tailrace.tables.spec import PLAIN, Form, Origin, TableMode
+from tailrace.tables.port import AppliedPosition
+from tailrace.tables.spec import PLAIN_MIRROR, LoadOrigin, TableMode, TableSpec
 from tailrace.tasks.work import ApplyWork, Outcome, advance_table
 from tests.support.changes import COMPOSITE, KEYLESS, KeylessModel, record_batches
 from tests.support.engines import IS_ICEBERG, IS_SPARK, commits_of, open_table, place_of, rows_of, spark_engine
@@ -37,15 +37,15 @@ PLACES = ("apply.before_table", "table.before_commit", *["iceberg.staged"] * IS_
 BATCHES_MAX = 3 if IS_SPARK else 6
 EXAMPLES = (3 if IS_SPARK else 16) * (5 if os.environ.get("TAILRACE_THOROUGH") else 1)
 """Of each kind of table."""
-BEGIN = Cursor(seq=0, commit=0, position=ZERO)
-ORIGIN = Origin(seq=BEGIN.seq, position=str(ZERO), read_at=READ_AT * 1_000_000)
-APPEND = Form(mode=TableMode.APPEND)
-TABLES: dict[str, tuple[TableSchema, Form]] = {
-    "mirror": (COMPOSITE, PLAIN),
-    "soft delete": (COMPOSITE, Form(soft_delete=True, metadata=("_op", "_seq", "_tx"))),
-    "history": (COMPOSITE, Form(mode=TableMode.HISTORY, metadata=("_op",))),
+BEGIN = AppliedPosition(seq=0, commit=0, position=ZERO)
+ORIGIN = LoadOrigin(seq=BEGIN.seq, position=str(ZERO), read_at=READ_AT * 1_000_000)
+APPEND = TableSpec(mode=TableMode.APPEND)
+TABLES: dict[str, tuple[TableSchema, TableSpec]] = {
+    "mirror": (COMPOSITE, PLAIN_MIRROR),
+    "soft delete": (COMPOSITE, TableSpec(soft_delete=True, metadata=("_op", "_seq", "_tx"))),
+    "history": (COMPOSITE, TableSpec(mode=TableMode.HISTORY, metadata=("_op",))),
     "append": (COMPOSITE, APPEND),
-    "keyless": (KEYLESS, PLAIN),
+    "keyless": (KEYLESS, PLAIN_MIRROR),
     "keyless append": (KEYLESS, APPEND),
 }
 
@@ -64,7 +64,9 @@ class Delivery:
         self._folder, diary, cursors = folder / "t", Diary(folder / "log"), [BEGIN]
         for transaction in transactions:
             number = diary.commit((self._schema, transaction.changes), at=transaction.time * 1_000_000)
-            cursors.append(Cursor(seq=diary.writer.next_seq - 1, commit=number, position=diary.writer.position))
+            cursors.append(
+                AppliedPosition(seq=diary.writer.next_seq - 1, commit=number, position=diary.writer.position)
+            )
         diary.close()
         commits = [[item.row.values for item in diary.noted if item.commit == at.commit] for at in cursors[1:]]
         # Work ends where a micro-batch does, which is after some of the transactions.
@@ -107,17 +109,17 @@ class Delivery:
         work = ApplyWork(
             table=self._schema.table,
             log=self._path,
-            shape=self._schema,
+            schema=self._schema,
             expected=begin,
-            cursor=end,
+            position_after=end,
             slices=tuple(self._index.pending(1, begin.seq, end.commit)),
-            place=place_of(self._folder, self._log_id, self._form),
+            location=place_of(self._folder, self._log_id, self._form),
         )
         (done,) = spark_engine().run(advance_table, [work]) if IS_SPARK else [advance_table(work)]
         return done
 
     def _rows(self) -> list[Row]:
-        assert open_table(self._folder, self._log_id, self._form).cursor() == self._cursors[self.here]
+        assert open_table(self._folder, self._log_id, self._form).applied_position() == self._cursors[self.here]
         names = said(self._schema) if self._form is APPEND else None
         return ordered({name: row[name] for name in names or row} for row in rows_of(self._folder).to_pylist())
 
@@ -125,7 +127,7 @@ class Delivery:
 # --- what must come of it ----------------------------------------------------------------------------------
 
 
-def truths(schema: TableSchema, form: Form, begun: Sequence[Row], commits: list[list[Row]]) -> list[list[Row]]:
+def truths(schema: TableSchema, form: TableSpec, begun: Sequence[Row], commits: list[list[Row]]) -> list[list[Row]]:
     """What the table must hold to begin with, and after each of the commits."""
     if form.mode is TableMode.APPEND:
         read = {change.OP: "read", change.SEQ: ORIGIN.seq, change.POSITION: ORIGIN.position}
@@ -141,7 +143,7 @@ def truths(schema: TableSchema, form: Form, begun: Sequence[Row], commits: list[
     return found
 
 
-def held(account: Account | Copies, form: Form) -> list[Row]:
+def held(account: Account | Copies, form: TableSpec) -> list[Row]:
     if isinstance(account, Copies):
         return list(account.rows)
     if form.mode is TableMode.HISTORY:

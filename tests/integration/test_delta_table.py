@@ -26,8 +26,8 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.fold.fold import fold
-from tailrace.tables.port import Cursor, LakeTable, Reread
-from tailrace.tables.spec import PLAIN, Form
+from tailrace.tables.port import AppliedPosition, LakeTable, Refetch
+from tailrace.tables.spec import PLAIN_MIRROR, TableSpec
 from tailrace.tables.table_paths import table_path
 from tests.support import others
 from tests.support.changes import (
@@ -79,12 +79,12 @@ def nothing_committed(mirror: Mirror) -> Iterator[None]:
 @not_spark  # a session cannot be sent to another process
 def test_a_delta_table_is_a_lake_table(tmp_path: Path) -> None:
     table: LakeTable = open_table(tmp_path / "t", LOG)
-    assert pickle.loads(pickle.dumps(table)).cursor() is None
+    assert pickle.loads(pickle.dumps(table)).applied_position() is None
 
 
 def test_a_folder_without_a_table_has_no_position(tmp_path: Path) -> None:
     table = open_table(tmp_path / "missing", LOG)
-    assert (table.cursor(), table.shape(), table.rows(), table.files()) == (None, None, 0, [])
+    assert (table.applied_position(), table.schema(), table.rows(), table.files()) == (None, None, 0, [])
     assert not (tmp_path / "missing").exists()
 
 
@@ -94,14 +94,14 @@ def test_what_a_dead_first_load_leaves_is_not_a_table(tmp_path: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     for folder in files:
         (folder / "part-00000-leftover.parquet").write_bytes(b"half")
-    assert open_table(tmp_path / "t", LOG).cursor() is None
+    assert open_table(tmp_path / "t", LOG).applied_position() is None
     assert len(Mirror(tmp_path / "t", rows=ROWS).content()) == 5
 
 
 def test_a_load_is_one_commit_with_the_position_and_the_shape(shop: Mirror) -> None:
     assert shop.version == 0
-    assert shop.table.cursor() == at(0)
-    assert shop.table.shape() == SHOP
+    assert shop.table.applied_position() == at(0)
+    assert shop.table.schema() == SHOP
     assert (shop.table.rows(), len(shop.table.files())) == (5, 1)
     assert sorted(shop.content(), key=lambda row: row["id"]) == ROWS
 
@@ -109,11 +109,11 @@ def test_a_load_is_one_commit_with_the_position_and_the_shape(shop: Mirror) -> N
 def test_a_position_before_the_first_change_and_past_32_bits_is_kept(tmp_path: Path) -> None:
     table = open_table(tmp_path / "t", LOG)
     for cursor in (
-        Cursor(seq=-1, commit=0, position=Lsn(1)),
-        Cursor(seq=(1 << 62), commit=1 << 40, position=Lsn((1 << 64) - 1)),
+        AppliedPosition(seq=-1, commit=0, position=Lsn(1)),
+        AppliedPosition(seq=(1 << 62), commit=1 << 40, position=Lsn((1 << 64) - 1)),
     ):
         table.load(SHOP, [], cursor)
-        assert table.cursor() == cursor
+        assert table.applied_position() == cursor
 
 
 def test_an_empty_table_still_gets_a_commit(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_every_commit_carries_the_position(tmp_path: Path) -> None:
             assert set(stored) == {"format", "log", "seq", "commit", "position", "load", "schema"}
 
 
-@pytest.mark.parametrize("form", [PLAIN, Form(partition_by=("name",))], ids=["plain", "partitioned"])
+@pytest.mark.parametrize("form", [PLAIN_MIRROR, TableSpec(partition_by=("name",))], ids=["plain", "partitioned"])
 def test_a_commit_and_its_files_are_on_disk_when_the_call_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Form
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: TableSpec
 ) -> None:
     pushed: set[int] = set()
     fsync = os.fsync
@@ -177,7 +177,7 @@ def test_an_apply_that_is_repeated_does_nothing(shop: Mirror) -> None:
     with nothing_committed(shop):
         for upto in (at(10), at(7)):
             again = shop.table.apply(SHOP, result, at(0), upto)
-            assert (again.committed, again.cursor) == (False, at(10))
+            assert (again.committed, again.applied_position) == (False, at(10))
 
 
 def test_an_apply_that_starts_elsewhere_is_refused(shop: Mirror) -> None:
@@ -226,8 +226,8 @@ def test_maintenance_keeps_the_position(shop: Mirror) -> None:
         before = others.commit_file(shop.folder)
         maintenance(shop.folder)
         assert others.commit_file(shop.folder) != before
-        assert shop.table.cursor() == at(10)
-    assert shop.table.shape() == SHOP
+        assert shop.table.applied_position() == at(10)
+    assert shop.table.schema() == SHOP
     assert shop.apply(update(9, n=1, unchanged=BIG)).committed
     assert by_id(shop.content())[9] == "nine"
 
@@ -240,7 +240,7 @@ def test_a_foreign_write_stops_the_table_even_under_maintenance(shop: Mirror, wr
     foreign_version = newest_version(shop.folder)
     if then:
         then(shop.folder)
-    for ask in (shop.table.cursor, shop.table.shape):
+    for ask in (shop.table.applied_position, shop.table.schema):
         with pytest.raises(ForeignWrite) as refused:
             ask()
         assert refused.value.fields["version"] == foreign_version
@@ -254,7 +254,7 @@ def test_a_commit_that_only_calls_itself_maintenance_is_foreign(shop: Mirror) ->
     others.append(shop.folder)
     others.disown(shop.folder)
     with pytest.raises(ForeignWrite):
-        shop.table.cursor()
+        shop.table.applied_position()
 
 
 def test_a_load_makes_a_table_that_others_changed_ours_again(shop: Mirror) -> None:
@@ -266,7 +266,7 @@ def test_a_load_makes_a_table_that_others_changed_ours_again(shop: Mirror) -> No
 def test_a_load_refuses_a_table_that_is_not_ours(tmp_path: Path) -> None:
     others.make_table(tmp_path / "t")
     table = open_table(tmp_path / "t", LOG)
-    assert table.cursor() is None
+    assert table.applied_position() is None
     with pytest.raises(ForeignWrite) as refused:
         table.load(SHOP, record_batches(SHOP, ROWS), at(0))
     assert refused.value.hint
@@ -276,7 +276,7 @@ def test_a_load_refuses_a_table_that_is_not_ours(tmp_path: Path) -> None:
 def test_a_load_refuses_the_table_of_another_log_and_names_it(tmp_path: Path) -> None:
     mirror = Mirror(tmp_path / "t", rows=ROWS, log="another-log")
     table = open_table(tmp_path / "t", LOG)
-    assert table.cursor() is None
+    assert table.applied_position() is None
     with nothing_committed(mirror), pytest.raises(ForeignWrite) as refused:
         table.load(SHOP, [], at(0))
     assert refused.value.fields["log"] == "another-log"
@@ -322,7 +322,7 @@ def test_two_first_loads_one_wins(tmp_path: Path) -> None:
 
     with pytest.raises((ForeignWrite, TableUnusable)):
         open_table(tmp_path / "t", LOG).load(SHOP, batches(), at(5))
-    assert open_table(tmp_path / "t", LOG).cursor() == at(0)
+    assert open_table(tmp_path / "t", LOG).applied_position() == at(0)
     assert len(content(tmp_path / "t", SHOP)) == 1
 
 
@@ -341,14 +341,14 @@ def test_an_error_of_the_source_is_raised_as_it_is_and_commits_nothing(tmp_path:
 
     with pytest.raises(ConnectionResetError, match="went away"):
         table.load(SHOP, batches(), at(9))
-    assert table.cursor() == (at(0) if loaded_before else None)
+    assert table.applied_position() == (at(0) if loaded_before else None)
     assert table.load(SHOP, record_batches(SHOP, ROWS), at(10)) == 5
 
 
 def test_a_load_may_replace_the_columns(shop: Mirror) -> None:
     other = table_schema({"id": pa.string(), "at": pa.timestamp("us")})
     shop.table.load(other, record_batches(other, [{"id": "a", "at": datetime(2020, 1, 1)}]), at(10))
-    assert shop.table.shape() == other
+    assert shop.table.schema() == other
     assert content(shop.folder, other) == [{"id": "a", "at": datetime(2020, 1, 1)}]
 
 
@@ -400,15 +400,15 @@ def mended(shop: Mirror) -> DeltaRsTable:
 @not_spark
 def test_it_says_which_keys_it_holds(shop: Mirror) -> None:
     shop.apply(delete(2))
-    assert mended(shop).holds(SHOP, pa.table({"id": [5, 2, 1, 77]})).tolist() == [True, False, True, False]
-    assert mended(shop).holds(SHOP, pa.table({"id": pa.array([], pa.int64())})).tolist() == []
+    assert mended(shop).keys_exist(SHOP, pa.table({"id": [5, 2, 1, 77]})).tolist() == [True, False, True, False]
+    assert mended(shop).keys_exist(SHOP, pa.table({"id": pa.array([], pa.int64())})).tolist() == []
 
 
 @not_spark
 def test_rows_that_are_put_in_replace_those_of_their_keys_and_the_position_stays(shop: Mirror) -> None:
     for _ in range(2):  # a second time it changes nothing
-        put = mended(shop).put(SHOP, rows_at(1, 9, big="put"), at(0))
-        assert (put.committed, put.cursor, shop.table.cursor()) == (True, at(0), at(0))
+        put = mended(shop).upsert_rows(SHOP, rows_at(1, 9, big="put"), at(0))
+        assert (put.committed, put.applied_position, shop.table.applied_position()) == (True, at(0), at(0))
         assert by_id(shop.content()) == {1: "put", 2: "large 2", 3: "large 3", 4: "large 4", 5: "large 5", 9: "put"}
     assert shop.apply(update(9, unchanged=BIG, n=1)).committed, "it goes on from there"
 
@@ -417,7 +417,7 @@ def test_rows_that_are_put_in_replace_those_of_their_keys_and_the_position_stays
 def test_rows_are_not_put_into_a_table_that_has_gone_on(shop: Mirror) -> None:
     shop.apply(insert(9))
     with nothing_committed(shop), pytest.raises(ForeignWrite):
-        mended(shop).put(SHOP, rows_at(1), at(0))
+        mended(shop).upsert_rows(SHOP, rows_at(1), at(0))
 
 
 # --- applying ----------------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ def test_rows_are_not_put_into_a_table_that_has_gone_on(shop: Mirror) -> None:
 
 def test_upserts_and_deletes_are_merged(shop: Mirror) -> None:
     applied = shop.apply(update(1, big="new"), delete(2), insert(9, big=None), delete(77))
-    assert (applied.upserted, applied.deleted, applied.cursor) == (2, 2, at(10))
+    assert (applied.upserted, applied.deleted, applied.applied_position) == (2, 2, at(10))
     assert by_id(shop.content()) == {1: "new", 3: "large 3", 4: "large 4", 5: "large 5", 9: None}
     assert shop.table.rows() == 5
 
@@ -673,7 +673,7 @@ def test_any_name_has_a_folder_that_works(tmp_path: Path, name: str) -> None:
             assert "tables.rules" in refused.value.hint
             assert not folder.exists()
             continue
-        assert open_table(folder, LOG).cursor() is None
+        assert open_table(folder, LOG).applied_position() is None
         mirror = Mirror(folder, rows=ROWS)
         mirror.apply(update(1, unchanged=BIG), *move(2, 9, unchanged=BIG))
         assert by_id(mirror.content()) == {1: "large 1", 9: "large 2", 3: "large 3", 4: "large 4", 5: "large 5"}
@@ -687,7 +687,7 @@ def test_a_table_with_an_encoded_name_is_loaded_anew_after_its_folder_is_removed
     folder = table_path(tmp_path, TableId("public", "a/b"))
     Mirror(folder, rows=ROWS)
     folder.unlink()
-    assert open_table(folder, LOG).cursor() is None
+    assert open_table(folder, LOG).applied_position() is None
     assert len(Mirror(folder, rows=ROWS[:1]).content()) == 1
 
 
@@ -700,7 +700,7 @@ def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "t"
     folder.mkdir()
     (folder / "thesis.tex").write_text("mine")
-    for use in (open_table(folder, LOG).cursor, lambda: Mirror(folder)):
+    for use in (open_table(folder, LOG).applied_position, lambda: Mirror(folder)):
         with pytest.raises(TableUnusable) as refused:
             use()
         assert refused.value.fields["found"] == "thesis.tex"
@@ -710,7 +710,7 @@ def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
 def test_a_file_in_the_table_s_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("mine")
     with pytest.raises(TableUnusable):
-        open_table(tmp_path / "t", LOG).cursor()
+        open_table(tmp_path / "t", LOG).applied_position()
     with pytest.raises(TableUnusable):
         open_table(tmp_path / "t" / "below", LOG).load(SHOP, [], at(0))
 
@@ -719,7 +719,7 @@ def test_a_file_in_the_table_s_place_is_refused(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_read_is_an_error_and_never_a_new_table(shop: Mirror, garbage: str) -> None:
     others.commit_file(shop.folder).write_text(garbage)
     with pytest.raises(TableUnusable) as refused:
-        shop.table.cursor()
+        shop.table.applied_position()
     assert refused.value.hint
     with pytest.raises(TableUnusable):
         shop.table.load(SHOP, [], at(10))
@@ -729,7 +729,7 @@ def test_a_commit_of_ours_that_cannot_be_read_is_an_error(shop: Mirror) -> None:
     shop.apply(insert(9))
     others.garble(shop.folder)
     with pytest.raises(TableUnusable, match=f"version={newest_version(shop.folder)}"):
-        shop.table.cursor()
+        shop.table.applied_position()
 
 
 @contextmanager
@@ -750,7 +750,7 @@ def test_a_folder_one_may_not_read_or_write_is_a_clear_error(shop: Mirror) -> No
     os.chmod(shop.folder.parent, 0o500)
     try:
         with somebody(), pytest.raises(TableUnusable, match="Permission denied"):
-            shop.table.cursor()
+            shop.table.applied_position()
         with somebody(), pytest.raises(TableUnusable, match="Permission denied"):
             open_table(shop.folder.parent / "new", LOG).load(SHOP, [], at(0))
     finally:
@@ -796,7 +796,7 @@ def test_any_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[tuple[An
                 assert sorted(map(str, found)) == sorted(map(str, model.table().values()))
 
 
-def now_of(model: Model) -> Reread:
+def now_of(model: Model) -> Refetch:
     """The rows as the source has them when all is over."""
 
     def reread(keys: pa.Table) -> pa.Table:
@@ -812,7 +812,7 @@ def now_of(model: Model) -> Reread:
 def test_once_a_row_is_missing_rows_are_read_again_and_end_as_the_source_s(steps: list[tuple[Any, ...]]) -> None:
     model = Model()
     history = [(model.step(*step), cut) for *step, cut in [*steps, ("none", 99, 0, None, (), True)]]
-    reread: Reread | None = None
+    reread: Refetch | None = None
     with tempfile.TemporaryDirectory() as folder:
         mirror, pending = Mirror(Path(folder) / "t", model.schema), list[Change]()
         for done, cut in history:

@@ -87,8 +87,8 @@ def settled(scene: Scene, applying: Local, *tables: str) -> bool:
         now = life(applying, table)
         shape = applying._source.describe([now.table])[now.table]
         assert now.state is not TableState.NEEDS_SNAPSHOT, "it is loaded by itself"
-        there = now.shape == shape and now.shape is not None and now.shape.facts == shape.facts
-        return there and now.state is TableState.LIVE and now.announced is None and now.refresh is None
+        there = now.schema == shape and now.schema is not None and now.schema.facts == shape.facts
+        return there and now.state is TableState.LIVE and now.pending_schema is None and now.reload_reason is None
 
     waiting = list(tables)
     deadline = time.monotonic() + SETTLED_SECONDS_MAX
@@ -102,7 +102,8 @@ def settled(scene: Scene, applying: Local, *tables: str) -> bool:
 def told(applying: Local, table: str) -> str:
     """Where a table stands that did not become what it should."""
     now = life(applying, table)
-    return f"{table}: {now.state} {now.error!r} refresh={now.refresh!r} announced={now.announced} load={now.load}"
+    owed = f"reload={now.reload_reason!r} pending={now.pending_schema} load={now.load_status}"
+    return f"{table}: {now.state} {now.error!r} {owed}"
 
 
 def assert_equal(scene: Scene, table: str, *kept: str) -> None:
@@ -160,8 +161,8 @@ def test_versions_that_nobody_applied_meanwhile_are_gone_through(database: str, 
                 f"UPDATE t SET id = {-number} WHERE id = {number - 80}",
                 f"DELETE FROM t WHERE id = {number - 70}",
             )
-            horizon, lives = applying._source.horizon(), applying.lives
-            assert eventually(lambda: lives.grow() and lives.index.position >= horizon), "captured"  # noqa: B023
+            horizon, lives = applying._source.committed_until(), applying.registry
+            assert eventually(lambda: lives.refresh_index() and lives.index.position >= horizon), "captured"  # noqa: B023
         with scene.loader() as applying:
             assert settled(scene, applying, "t")
             assert_equal(scene, "t", "b")

@@ -11,13 +11,13 @@ import psycopg
 import pytest
 
 from tailrace.capture.postgres.catalogue import Catalogue
-from tailrace.capture.postgres.chunks import Cut, plan_table
+from tailrace.capture.postgres.chunks import ChunkKind, plan_table
 from tailrace.capture.postgres.connect import connect
-from tailrace.model.catalogue_facts import Facts
+from tailrace.model.catalogue_facts import CatalogueFacts
 from tailrace.model.schema import TableId
 from tailrace.pipeline.apply import schema_watch
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import Announced
+from tailrace.pipeline.tables.registry import PendingSchema
 from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
 from tests.support.pipelines import eventually, execute
 
@@ -30,18 +30,18 @@ SPLIT = (
 
 def looked(applying: Local) -> None:
     """Wait until the catalogue has been compared, and what came of it is done."""
-    shapes = applying.loading._shapes
+    shapes = applying.load_scheduler._shapes
     for _ in range(2):  # one look may be under way
         before = shapes._due
         assert eventually(lambda: shapes._due > before), "it looks"  # noqa: B023
-    assert eventually(lambda: life(applying, "t").announced is None)
+    assert eventually(lambda: life(applying, "t").pending_schema is None)
 
 
 def look_no_more(applying: Local) -> None:
     """Have the look that comes be the last; the scene puts that back."""
-    looked_last = applying.loading._shapes._due
+    looked_last = applying.load_scheduler._shapes._due
     schema_watch.LOOK_SECONDS = 3600  # only now: a look that came before would be taken for the last one
-    assert eventually(lambda: applying.loading._shapes._due > looked_last + 3000)
+    assert eventually(lambda: applying.load_scheduler._shapes._due > looked_last + 3000)
 
 
 def all_equal(scene: Scene, applying: Local) -> None:
@@ -63,13 +63,13 @@ def test_what_was_seen_is_forgotten_once_rows_have_brought_more(database: str, t
         all_equal(scene, applying)
         look_no_more(applying)  # from here on it is we who look
         table = life(applying, "t")
-        assert table.shape is not None
+        assert table.schema is not None
         execute(database, "ALTER TABLE t ADD c int")
         seen = applying._source.describe([table.table])[table.table]
-        told = Announced(shape=seen, horizon=applying._source.horizon(), instead_of=table.shape)
+        told = PendingSchema(schema=seen, horizon=applying._source.committed_until(), compared_with=table.schema)
         execute(database, "ALTER TABLE t ADD d int", "INSERT INTO t VALUES (2, 2, 2, 5)")
-        assert eventually(lambda: table.shape is not None and table.shape.names == ["id", "a", "c", "d"])
-        table.announced = told
+        assert eventually(lambda: table.schema is not None and table.schema.names == ["id", "a", "c", "d"])
+        table.pending_schema = told
         scene.assert_equal(applying, "t")
 
 
@@ -149,7 +149,7 @@ def test_a_table_that_gets_a_key_is_loaded_anew_and_one_that_loses_its_own_stops
         execute(database, "UPDATE t SET b = 'not told' WHERE id = 1", "ALTER TABLE t REPLICA IDENTITY FULL")
         assert "REPLICA IDENTITY FULL" in error.hint
         assert "tailrace retry" in error.hint
-        applying.lives.seeds.retry(life(applying, "t").table)
+        applying.registry.load_store.request_retry(life(applying, "t").table)
         wait_for_state(applying, "t", TableState.LIVE)
         all_equal(scene, applying)
         execute(database, "ALTER TABLE t REPLICA IDENTITY DEFAULT")
@@ -169,9 +169,9 @@ def test_a_table_that_lost_its_identity_is_loaded_by_no_retry_and_no_start_unles
             execute(database, "ALTER TABLE t DROP CONSTRAINT t_pkey")
             wait_for_state(applying, "t", TableState.FAILED)
             inserts = applying._source.settings.publication_inserts
-            assert eventually(lambda: inserts in applying._source.published().get(table.table, set()))
+            assert eventually(lambda: inserts in applying._source.publications_by_table().get(table.table, set()))
             read, error = len(applying.chunks), table.error
-            applying.lives.seeds.retry(table.table)
+            applying.registry.load_store.request_retry(table.table)
             assert eventually(lambda: table.error is not None and table.error is not error)
             assert (table.state, len(applying.chunks)) == (TableState.FAILED, read)
         with scene.loader() as applying:
@@ -188,7 +188,7 @@ def test_an_alter_while_a_load_waits_to_begin(database: str, tmp_path: Path, way
     with Scene(tmp_path, database, way=way) as scene, psycopg.connect(database) as writer:
         writer.execute("INSERT INTO other VALUES (1)")
         with scene.loader() as applying:
-            assert eventually(lambda: life(applying, "t").load is not None)
+            assert eventually(lambda: life(applying, "t").load_status is not None)
             time.sleep(0.5)
             execute(
                 database,
@@ -280,7 +280,7 @@ def test_a_name_that_another_table_takes_over_is_a_table_made_anew(database: str
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         all_equal(scene, applying)
         execute(database, "CREATE TABLE t_new (id int PRIMARY KEY, a int)")
-        assert eventually(lambda: any(item.name == "t_new" for item in applying.lives.tables))
+        assert eventually(lambda: any(item.name == "t_new" for item in applying.registry.tables))
         execute(database, "INSERT INTO t_new VALUES (1, 10), (2, 20)")
         assert scene.settled(applying)
         with psycopg.connect(database) as both:
@@ -299,12 +299,14 @@ def test_a_table_that_is_made_again_while_its_load_is_planned_waits_until_it_is_
         table = life(applying, "t")
         scene.stop_capture()
         with monkeypatch.context() as patch:
-            patch.setattr(applying.loading._begins, "_fed", lambda waiting: waiting)  # it was, when that was looked at
+            patch.setattr(
+                applying.load_scheduler._begins, "_published_only", lambda waiting: waiting
+            )  # it was, when that was looked at
             execute(database, "DROP TABLE t", *PLAIN, "INSERT INTO t VALUES (5, 5)")
             assert scene.pipeline.ask("snapshot", "public.t").returncode == 0
-            assert eventually(lambda: table.trouble is not None or table.state is TableState.FAILED)
-            assert table.trouble is not None
-            assert "does not publish" in table.trouble
+            assert eventually(lambda: table.reload_error is not None or table.state is TableState.FAILED)
+            assert table.reload_error is not None
+            assert "does not publish" in table.reload_error
         scene.begin_capture()
         assert eventually(lambda: applying.chunks[1:] and table.state is TableState.LIVE)
         assert rows_of(applying, "t") == 2
@@ -330,13 +332,15 @@ def test_a_partition_attached_to_a_table_that_is_written_to_all_the_time(databas
         table = life(applying, "t")
         with table.lock:  # as if a long merge were under way
             execute(database, "ALTER TABLE t ATTACH PARTITION p2 FOR VALUES IN (2)")
-            assert eventually(lambda: table.announced is not None)
+            assert eventually(lambda: table.pending_schema is not None)
             execute(database, "INSERT INTO t VALUES (5, 1)")
-            horizon = applying._source.horizon()
-            assert eventually(lambda: applying.lives.grow() > 0 and applying.lives.index.position >= horizon)
-            assert applying.lives.pending(table, applying.lives.index.commit)
-            assert applying.lives.stretch(table, applying.lives.index.commit) is None
-            assert table.refresh is not None, "it does not wait for a moment without rows"
+            horizon = applying._source.committed_until()
+            assert eventually(
+                lambda: applying.registry.refresh_index() > 0 and applying.registry.index.position >= horizon
+            )
+            assert applying.registry.pending(table, applying.registry.index.last_commit)
+            assert applying.registry.next_range(table, applying.registry.index.last_commit) is None
+            assert table.reload_reason is not None, "it does not wait for a moment without rows"
         all_equal(scene, applying)
 
 
@@ -369,7 +373,7 @@ def test_what_was_written_while_a_table_had_no_identity_is_read_again(database: 
         look_no_more(applying)  # all of it lies between two looks
 
         def published(where: str) -> bool:
-            return where in applying._source.published().get(table, set())
+            return where in applying._source.publications_by_table().get(table, set())
 
         settings = applying._source.settings
         execute(database, "ALTER TABLE t DROP CONSTRAINT t_pkey")
@@ -378,7 +382,7 @@ def test_what_was_written_while_a_table_had_no_identity_is_read_again(database: 
         execute(database, "ALTER TABLE t ADD PRIMARY KEY (id)")
         assert eventually(lambda: published(settings.publication))
         schema_watch.LOOK_SECONDS = 0.3
-        applying.loading._shapes._due = 0.0
+        applying.load_scheduler._shapes._due = 0.0
         assert eventually(lambda: len(applying.chunks) > 1), "it is loaded anew"
         all_equal(scene, applying)
 
@@ -397,7 +401,7 @@ def test_what_the_catalogue_tells_belongs_together(database: str, monkeypatch: p
     execute(database, *PLAIN)
     table, asked = TableId("public", "t"), Catalogue._rows
 
-    def told() -> Facts:
+    def told() -> CatalogueFacts:
         with connect(database) as connection:
             found = Catalogue(connection).describe(table, None).facts
         assert found is not None
@@ -412,7 +416,7 @@ def test_what_the_catalogue_tells_belongs_together(database: str, monkeypatch: p
     before = told()
     monkeypatch.setattr(Catalogue, "_rows", altered_meanwhile)
     with connect(database) as connection:
-        torn = plan_table(connection, table, None, Cut.PLACE).schema.facts
+        torn = plan_table(connection, table, None, ChunkKind.PLACE).schema.facts
     assert torn in (before, told())
     assert before != told()
 
@@ -426,12 +430,12 @@ def test_a_table_that_a_micro_batch_has_left_is_swept_up(
     monkeypatch.setattr(Local, "_apply", lambda self: None)  # nobody looks by himself
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         execute(database, "INSERT INTO t VALUES (1, 1)")
-        horizon = applying._source.horizon()
-        assert eventually(lambda: applying.lives.grow() > 0 and applying.lives.index.position >= horizon)
+        horizon = applying._source.committed_until()
+        assert eventually(lambda: applying.registry.refresh_index() > 0 and applying.registry.index.position >= horizon)
         table = life(applying, "t")
-        applying.sweep()
-        assert applying.lives.pending(table, applying.lives.index.commit), "nobody was asked to come so far"
-        applying._called_for = applying.lives.index.commit
-        applying.sweep()
-        assert not applying.lives.pending(table, applying.lives.index.commit)
+        applying.advance_skipped()
+        assert applying.registry.pending(table, applying.registry.index.last_commit), "nobody was asked to come so far"
+        applying._called_for = applying.registry.index.last_commit
+        applying.advance_skipped()
+        assert not applying.registry.pending(table, applying.registry.index.last_commit)
         scene.assert_equal(applying, "t")

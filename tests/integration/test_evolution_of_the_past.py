@@ -22,7 +22,7 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.control.evolution_preview import ADDED_AGAIN, COMPARED, preview
 from tailrace.errors import TableUnusable
 from tailrace.pipeline.loads import load_commit
-from tailrace.pipeline.loads.history_catch_up import carry_to
+from tailrace.pipeline.loads.history_catch_up import plan_carry_over
 from tailrace.pipeline.report import TableEvolution, TableState
 from tailrace.tasks.work import Outcome, RefreshWork
 from tests.integration.test_evolution import SETTLED_SECONDS_MAX, run, settled
@@ -168,7 +168,7 @@ OWN = {"_op", "_current", "_deleted"}
 
 
 def in_lake(applying: Local, table: str) -> list[Row]:
-    frame = pl.read_delta(str(life(applying, table).place.path))
+    frame = pl.read_delta(str(life(applying, table).location.path))
     names = [name for name in frame.columns if not name.startswith("_") or name in OWN]
     return frame.select(names).to_dicts()
 
@@ -190,7 +190,7 @@ def assert_told(applying: Local, accounts: dict[str, Account]) -> None:
 def assert_in_time(applying: Local, table: str) -> None:
     """Versions of a row follow one another, and none begins before the one before."""
     columns = ("id", "_seq", "_valid_from", "_valid_to", "_current")
-    rows = pl.read_delta(str(life(applying, table).place.path)).select(columns).rows()
+    rows = pl.read_delta(str(life(applying, table).location.path)).select(columns).rows()
     for key in {row[0] for row in rows}:
         mine = sorted((row for row in rows if row[0] == key), key=lambda row: (row[2], row[4], row[1]))
         for one, two in itertools.pairwise(mine):
@@ -303,8 +303,10 @@ def test_what_the_log_has_of_a_table_from_before_it_was_made_again_is_not_passed
             account.put(first, "update")
             account.put(last, "update")
             account.delete(4)
-        comings = ChangeLog.open(scene.settings.log.path).published
-        assert eventually(lambda: sum(coming.whole is not None for coming in comings().comings) == 2 * len(tables))
+        comings = ChangeLog.open(scene.settings.log.path).coverage
+        assert eventually(
+            lambda: sum(coming.confirmed_at is not None for coming in comings().starts) == 2 * len(tables)
+        )
         with scene.loader() as applying:
             assert settled(scene, applying, *accounts)
             for table, account in accounts.items():
@@ -380,10 +382,10 @@ def test_a_load_that_is_owed_is_made_after_a_crash(database: str, tmp_path: Path
             run(database, table, ALTERS["using"].sql)
             found = life(applying, table)
             now = source.describe([found.table])[found.table]
-            carried = carry_to(applying.lives, found, now, asked=False)
+            carried = plan_carry_over(applying.registry, found, now, asked=False)
             assert carried is not None
-            assert found.cursor is not None
-            found.place.open().evolve(carried, found.cursor)
+            assert found.applied_position is not None
+            found.location.open().evolve(carried, found.applied_position)
         with scene.loader() as applying:
             assert settled(scene, applying, *tables)
             for table, account in accounts.items():
@@ -455,7 +457,7 @@ def test_a_load_in_a_shape_of_before_begins_again(database: str, tmp_path: Path)
             assert eventually(has_c)
 
     def has_c() -> bool:
-        shape = life(applying, "s_t").shape
+        shape = life(applying, "s_t").schema
         return shape is not None and "c" in shape.names
 
     scene = Scene(tmp_path, database).tables_are(f"rules: {{{RULES}}}")

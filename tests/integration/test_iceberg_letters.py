@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.tasks import replay_rows
-from tailrace.tasks.replay_rows import DeliverWork, RereadWork, deliver_letters
+from tailrace.tasks import keyed_replay
+from tailrace.tasks.keyed_replay import RefetchWork, ReplayRowsWork, replay_rows
 from tailrace.tasks.work import advance_table
 from tests.support.changes import SHOP, insert, move, update
 from tests.support.engines import only_iceberg, spark_engine
@@ -38,15 +38,15 @@ def test_what_cannot_be_taken_is_set_aside_and_put_right_by_spark(tmp_path: Path
     ]
     work = pending(quiet, changes, 3)
     (outcome,) = spark_engine().run(advance_table, [work])
-    assert (outcome.error, outcome.letters) == (None, 4)
+    assert (outcome.error, outcome.dead_letters) == (None, 4)
     assert numbers(quiet) == {1: 0, 2: 2, 3: 0, 4: 3}
-    asked = RereadWork(log=work.log, shape=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
+    asked = RefetchWork(log=work.log, schema=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
     now = pa.Table.from_pylist([{"id": 1, "name": "now", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
-    replay_rows._keep(asked, now, [1], {})
-    deliver = DeliverWork(log=work.log, place=work.place, shape=SHOP, expected=quiet.cursor)
-    (done,) = spark_engine().run(deliver_letters, [deliver])
-    assert (done.error, done.rows, done.letters) == (None, 1, 3)
-    assert done.version == work.place.look().version()
+    keyed_replay._store_refetched(asked, now, [1], {})
+    deliver = ReplayRowsWork(log=work.log, location=work.location, schema=SHOP, expected=quiet.cursor)
+    (done,) = spark_engine().run(replay_rows, [deliver])
+    assert (done.error, done.rows, done.dead_letters) == (None, 1, 3)
+    assert done.version == work.location.open_for_reading().version()
     assert numbers(quiet) == {1: 7, 2: 2, 3: 0, 4: 3}
 
 

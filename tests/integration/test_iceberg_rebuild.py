@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tailrace import failpoints
-from tailrace.control.rebuild import Rebuilt, rebuild
+from tailrace.control.rebuild import RebuildResult, rebuild
 from tailrace.errors import (
     BaseRowMissing,
     ConfigError,
@@ -30,9 +30,9 @@ from tailrace.errors import (
     TableUnusable,
 )
 from tailrace.model.position import Lsn
-from tailrace.tables.compaction_plan import Upkeep
-from tailrace.tables.delta.load_snapshots import KeptSeeds
-from tailrace.tasks.load_store import Seeds
+from tailrace.tables.compaction_plan import UpkeepPlan
+from tailrace.tables.delta.load_snapshots import KeptLoadStore
+from tailrace.tasks.load_store import LoadStore
 from tests.support.changes import KEYLESS, delete, insert, move, update
 from tests.support.engines import history_of, iceberg_table, metadata_of, only_iceberg, session
 from tests.support.logs import WIDER
@@ -71,7 +71,7 @@ def versions(quiet: Quiet) -> list[int]:
     return history_of(metadata_of(place(quiet)))
 
 
-def rebuilt(quiet: Quiet, *, to: Lsn | None = None, version: int | None = None) -> Rebuilt:
+def rebuilt(quiet: Quiet, *, to: Lsn | None = None, version: int | None = None) -> RebuildResult:
     return rebuild(
         quiet.settings,
         "public.things",
@@ -144,11 +144,11 @@ def test_what_the_log_has_since_comes_too_and_versions_of_before_can_still_be_re
     found = rebuilt(quiet, version=before[1])
     assert (found.base, found.changes, quiet.ns(), quiet.apply()) == ("version", 6, {4: 4, 5: 5, 9: 9}, [])
     assert versions(quiet)[:2] == before[:2]
-    held = {item["snapshot-id"] for item in metadata_of(place(quiet)).said["snapshots"]}
+    held = {item["snapshot-id"] for item in metadata_of(place(quiet)).document["snapshots"]}
     assert held >= {*before}
     assert rebuilt(quiet).base_version == found.version, "the newest is the one that the rebuild made"
-    upkeep = Upkeep(file_bytes=1 << 20, remove_after_seconds=0.0)
-    iceberg_table(quiet.place).tend(upkeep, quiet.cursor)
+    upkeep = UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=0.0)
+    iceberg_table(quiet.place).compact(upkeep, quiet.cursor)
     assert (versions(quiet)[:1] == before[:1], quiet.ns()) == (False, {4: 4, 5: 5, 9: 9}), "old snapshots can go"
 
 
@@ -158,7 +158,7 @@ def test_a_table_that_somebody_made_one_of_format_version_3_is_rebuilt_as_that(t
     run_sql(quiet, "ALTER TABLE THINGS SET TBLPROPERTIES ('format-version' = '3')")
     whole = changed(quiet).rows()
     assert rebuilt(quiet, version=first).changes == 5
-    assert (quiet.rows(), metadata_of(place(quiet)).said["format-version"]) == (whole, 3)
+    assert (quiet.rows(), metadata_of(place(quiet)).document["format-version"]) == (whole, 3)
 
 
 def test_a_table_of_an_earlier_position_goes_on_from_there(tmp_path: Path) -> None:
@@ -290,15 +290,15 @@ def test_where_nothing_is_kept_a_missing_table_is_refused(tmp_path: Path) -> Non
 
 def test_a_load_that_writes_only_what_differs_leaves_the_seed_of_before(tmp_path: Path) -> None:
     quiet = loaded(tmp_path, "soft_delete: true")
-    shape = quiet.place.look().shape()
+    shape = quiet.place.open_for_reading().schema()
     assert shape is not None
-    seeds = Seeds(quiet.settings.log.path)
+    seeds = LoadStore(quiet.settings.log.path)
     seeds.folder("second").mkdir(parents=True)
-    seeds.land("second", quiet.cursor.position)
-    iceberg_table(quiet.place).refresh(shape, [], quiet.cursor, replace(quiet.cursor, load="second"))
+    seeds.record_commit("second", quiet.cursor.position)
+    iceberg_table(quiet.place).merge_load(shape, [], quiet.cursor, replace(quiet.cursor, load="second"))
     quiet.keep("second")
-    (kept,) = KeptSeeds(quiet.settings.tables.path, quiet.lives().log.log_id).of(THINGS)
-    assert kept.position.cursor.load == "first"
+    (kept,) = KeptLoadStore(quiet.settings.tables.path, quiet.lives().log.log_id).of(THINGS)
+    assert kept.commit_record.applied_position.load == "first"
 
 
 def test_where_the_disk_knows_no_links_a_seed_is_copied_if_that_is_wished(
@@ -310,14 +310,14 @@ def test_where_the_disk_knows_no_links_a_seed_is_copied_if_that_is_wished(
     quiet = Quiet(tmp_path, table_format="iceberg")
     quiet.diary.commit()
     quiet.load_anew(ROWS, "first")
-    kept = KeptSeeds(quiet.settings.tables.path, quiet.lives().log.log_id)
+    kept = KeptLoadStore(quiet.settings.tables.path, quiet.lives().log.log_id)
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", no_links)
         quiet.keep("first")
         assert kept.of(THINGS) == []
         quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, keep_seed: copy"))
         quiet.keep("first")
-    assert [seed.sound for seed in kept.of(THINGS)] == [True]
+    assert [seed.is_intact for seed in kept.of(THINGS)] == [True]
     changed(quiet)
     whole = sorted_rows(quiet)
     shutil.rmtree(place(quiet))
@@ -335,7 +335,7 @@ def test_a_table_that_was_dropped_from_its_catalog_is_listed_again(tmp_path: Pat
         found = rebuilt(quiet)
         assert (found.base, read(table)) == ("version", whole)
         table.session.sql(f"DROP TABLE {table._name}")
-        assert quiet.place.look().cursor() is None
+        assert quiet.place.open_for_reading().applied_position() is None
         found = rebuilt(quiet)
         assert (found.base, read(table)) == ("seed", whole)
         quiet.commit(update(5, unchanged=BIG, n=6))

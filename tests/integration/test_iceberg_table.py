@@ -20,13 +20,13 @@ import pytest
 
 from tailrace.errors import ForeignWrite, TableUnusable
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tables.compaction_plan import UpkeepPlan
 from tailrace.tables.evolve.schema_plan import Recast
 from tailrace.tables.fold.fold import fold
 from tailrace.tables.iceberg.catalogs import Catalog
-from tailrace.tables.iceberg.commit_log import Metadata
+from tailrace.tables.iceberg.commit_log import IcebergMetadata
 from tailrace.tables.iceberg.table import IcebergTable
-from tailrace.tables.spec import PLAIN, Form
+from tailrace.tables.spec import PLAIN_MIRROR, TableSpec
 from tailrace.tables.staging import FILE_BYTES
 from tests.support import others
 from tests.support.changes import SHOP, changes, delete, insert, record_batches, table_schema, truncate, update
@@ -45,14 +45,14 @@ def shop(tmp_path: Path) -> Mirror:
     return Mirror(tmp_path / "t", rows=ROWS)
 
 
-def metadata_of(mirror: Mirror) -> Metadata:
+def metadata_of(mirror: Mirror) -> IcebergMetadata:
     return engine_metadata(mirror.folder)
 
 
 def summaries(mirror: Mirror) -> list[dict[str, str]]:
     """Of the snapshots that the newest came from, and its own."""
     found = metadata_of(mirror)
-    by_number = {item["snapshot-id"]: item["summary"] for item in found.said["snapshots"]}
+    by_number = {item["snapshot-id"]: item["summary"] for item in found.document["snapshots"]}
     return [by_number[number] for number in history_of(found)]
 
 
@@ -69,14 +69,14 @@ def test_a_row_that_changes_is_struck_out_where_it_lies(shop: Mirror) -> None:
 
 
 def test_the_table_knows_the_size_of_file_that_is_aimed_at(shop: Mirror) -> None:
-    assert metadata_of(shop).said["properties"]["write.target-file-size-bytes"] == str(FILE_BYTES)
+    assert metadata_of(shop).document["properties"]["write.target-file-size-bytes"] == str(FILE_BYTES)
 
 
 def test_nothing_is_left_of_what_was_staged(shop: Mirror) -> None:
     shop.apply(update(1, big="x"))
     assert not list((shop.folder / "_staged").glob("*"))
     assert not (shop.folder / "_tailrace").exists()
-    assert metadata_of(shop).strays() == []
+    assert metadata_of(shop).orphan_snapshots() == []
 
 
 # --- other writers -------------------------------------------------------------------------------------------
@@ -98,11 +98,11 @@ def at_point(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, act: Callab
 def test_a_commit_made_before_ours_is_published_fails_ours(
     shop: Mirror, monkeypatch: pytest.MonkeyPatch, meanwhile: others.Act
 ) -> None:
-    from tailrace.spark.writers.iceberg_commits import Commits
+    from tailrace.spark.writers.iceberg_commits import IcebergCommits
 
     shop.apply(insert(9))
     before = history_of(metadata_of(shop))
-    at_point(monkeypatch, Commits, "publish", lambda: meanwhile(shop.folder))
+    at_point(monkeypatch, IcebergCommits, "publish", lambda: meanwhile(shop.folder))
     with pytest.raises(ForeignWrite, match="at the same time"):
         shop.apply(update(1, big="mine"))
     after = history_of(metadata_of(shop))
@@ -110,13 +110,13 @@ def test_a_commit_made_before_ours_is_published_fails_ours(
     assert len(after) == len(before) + 1, "theirs is there, and ours is not"
     if meanwhile is others.compact:
         assert shop.apply(update(1, big="again")).committed, "and what was staged is no hindrance"
-        assert (by_id(shop.content())[1], metadata_of(shop).strays()) == ("again", [])
+        assert (by_id(shop.content())[1], metadata_of(shop).orphan_snapshots()) == ("again", [])
 
 
 def test_two_appliers_of_one_log_one_wins(shop: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tailrace.spark.writers.iceberg_commits import Commits
+    from tailrace.spark.writers.iceberg_commits import IcebergCommits
 
-    at_point(monkeypatch, Commits, "publish", lambda: shop.apply(update(1, big="winner")))
+    at_point(monkeypatch, IcebergCommits, "publish", lambda: shop.apply(update(1, big="winner")))
     with pytest.raises(ForeignWrite):
         shop.apply(update(1, big="loser"))
     assert (shop.seq, by_id(shop.content())[1]) == (10, "winner")
@@ -125,7 +125,7 @@ def test_two_appliers_of_one_log_one_wins(shop: Mirror, monkeypatch: pytest.Monk
 def test_columns_that_someone_else_changes_stop_the_table(shop: Mirror) -> None:
     run_sql(shop.folder, "ALTER TABLE {t} ADD COLUMN theirs int")
     with pytest.raises(ForeignWrite, match="columns"):
-        shop.table.cursor()
+        shop.table.applied_position()
 
 
 def test_what_someone_else_partitions_a_table_by_stops_it(shop: Mirror) -> None:
@@ -139,7 +139,7 @@ def test_a_table_that_is_set_back_takes_its_position_back_with_its_rows(shop: Mi
     shop.apply(update(1, big="x"))
     first = history_of(metadata_of(shop))[0]
     run_sql(shop.folder, f"CALL {{c}}.system.rollback_to_snapshot('{{n}}', {first})")
-    assert shop.table.cursor() == at(0)
+    assert shop.table.applied_position() == at(0)
     shop.apply(update(1, big="y"))
     assert (shop.seq, by_id(shop.content())[1]) == (10, "y")
 
@@ -190,10 +190,10 @@ def test_values_that_change_are_written_in_the_commit_of_the_shape(tmp_path: Pat
         Column(name="extra", source_type="", type=pa.int32()),
     )
     after = replace(before, columns=columns)
-    recast = Recast(schema=after, added=("extra",), filled=(("extra", pa.scalar(7, pa.int32())),))
+    recast = Recast(schema=after, added=("extra",), backfilled=(("extra", pa.scalar(7, pa.int32())),))
     mirror.table.evolve(recast, at(0))
     assert rows_of(mirror.folder).to_pylist() == [{**row, "n": "5", "extra": 7}]
-    assert (mirror.version, mirror.table.shape()) == (1, after)
+    assert (mirror.version, mirror.table.schema()) == (1, after)
 
 
 # --- upkeep --------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ OTHERS = table_schema({"name": pa.list_(pa.int32()), "k": pa.int64(), "day": pa.
 
 def test_a_table_is_loaded_anew_with_other_columns_and_other_partitions(tmp_path: Path) -> None:
     """The numbers that its columns had are other columns' then, and one of them is a list."""
-    by_id_form, by_day = Form(partition_by=("id",)), Form(partition_by=("day",))
+    by_id_form, by_day = TableSpec(partition_by=("id",)), TableSpec(partition_by=("day",))
     table = Formed(open_table(tmp_path / "t", LOG, by_id_form), by_id_form, tmp_path / "t", SHOP, ROWS)
     table.apply(tx(1, update(1, n=5, unchanged=BIG)))
     days = [date(2020, 1, 1), None, date(2020, 1, 1)]
@@ -213,23 +213,23 @@ def test_a_table_is_loaded_anew_with_other_columns_and_other_partitions(tmp_path
     assert sorted(len(spec["fields"]) for spec in engine_metadata(tmp_path / "t").specs) == [0, 1]
     table.apply(tx(1, update({"k": 1}, day=date(2021, 1, 1), name=[7]), delete({"k": 2})))
     wanted = ordered([rows[0], {"name": [7], "k": 1, "day": date(2021, 1, 1)}])
-    table.table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=0), table.cursor(table.seq))
+    table.table.compact(UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=0), table.cursor(table.seq))
     assert table.content() == wanted
     assert ordered(spark_rows(tmp_path / "t").to_pylist()) == wanted
-    now = Form(partition_by=("day", "k"))
+    now = TableSpec(partition_by=("day", "k"))
     table = Formed(open_table(tmp_path / "t", LOG, now), now, tmp_path / "t", OTHERS, rows)
     table.apply(tx(1, truncate(), insert({"k": 1}, day=None, name=[1])))
     assert table.content() == [{"name": [1], "k": 1, "day": None}]
-    table = Formed(open_table(tmp_path / "t", LOG), PLAIN, tmp_path / "t", OTHERS, rows)
+    table = Formed(open_table(tmp_path / "t", LOG), PLAIN_MIRROR, tmp_path / "t", OTHERS, rows)
     assert [spec["fields"] for spec in engine_metadata(tmp_path / "t").specs] == [[]]
     assert ordered(spark_rows(tmp_path / "t").to_pylist()) == table.content() == ordered(rows)
 
 
 def test_a_column_that_takes_the_name_of_what_a_table_is_partitioned_by(tmp_path: Path) -> None:
-    form = Form(partition_by=("name",))
+    form = TableSpec(partition_by=("name",))
     table = Formed(open_table(tmp_path / "t", LOG, form), form, tmp_path / "t", SHOP, ROWS)
     columns = (SHOP.columns[0], replace(SHOP.columns[2], name="name"), SHOP.columns[3])
-    recast = Recast(schema=replace(SHOP, columns=columns), renamed=(("big", "name"),), aside=())
+    recast = Recast(schema=replace(SHOP, columns=columns), renamed=(("big", "name"),), kept_apart=())
     assert table.table.evolve(recast, table.cursor(table.seq)).committed
     table.schema = recast.schema
     table.apply(tx(1, update(1, n=5, name="x"), delete(2)))
@@ -246,10 +246,10 @@ def test_small_files_are_joined_and_old_snapshots_go(shop: Mirror) -> None:
     for key in range(10, 19):
         shop.apply(insert(key, big="new"))
     before = by_id(shop.content())
-    tended = shop.table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=0.0), at(90))
-    assert (tended.joined, tended.made) == (10, 1)
+    tended = shop.table.compact(UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=0.0), at(90))
+    assert (tended.files_compacted, tended.files_written) == (10, 1)
     found = metadata_of(shop)
-    assert len(found.said["snapshots"]) == 1
+    assert len(found.document["snapshots"]) == 1
     assert len(list((shop.folder / "data").glob("*.parquet"))) == 1
     assert (shop.seq, by_id(shop.content())) == (90, before)
     assert shop.apply(delete(10)).committed
@@ -258,12 +258,12 @@ def test_small_files_are_joined_and_old_snapshots_go(shop: Mirror) -> None:
 # --- catalogs and format versions ----------------------------------------------------------------------------
 
 
-def used(catalog: Catalog, folder: Path) -> Metadata:
+def used(catalog: Catalog, folder: Path) -> IcebergMetadata:
     """A table through its first life: made, changed, refused, evolved, loaded anew."""
     from tailrace.spark.writers.iceberg_writer import SparkIcebergTable
 
     table = SparkIcebergTable(session(), folder, LOG, catalog)
-    assert table.cursor() is None
+    assert table.applied_position() is None
     table.load(SHOP, record_batches(SHOP, ROWS), at(0))
     again = SparkIcebergTable(session(), folder, LOG, catalog)
     for seq, row in ((10, update(1, big="x", n=3)), (20, delete(2)), (30, update(3, n=9, unchanged=BIG))):
@@ -274,7 +274,7 @@ def used(catalog: Catalog, folder: Path) -> Metadata:
     table.evolve(Recast(schema=after, added=("more",)), at(30))
     found = IcebergTable(folder, LOG, catalog).metadata()
     assert found is not None
-    assert (table.cursor(), table.shape(), table.rows()) == (at(30), after, 4)
+    assert (table.applied_position(), table.schema(), table.rows()) == (at(30), after, 4)
     return found
 
 
@@ -345,15 +345,15 @@ def test_a_server_that_wants_a_token_gives_one_to_both_sides_for_a_credential(tm
 
 def assert_second_is_refused(catalog: Catalog, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The catalog itself refuses what does not follow what was looked at."""
-    from tailrace.spark.writers.iceberg_commits import Commits
+    from tailrace.spark.writers.iceberg_commits import IcebergCommits
     from tailrace.spark.writers.iceberg_writer import SparkIcebergTable
 
     table = SparkIcebergTable(session(), folder, LOG, catalog)
-    shape = table.shape()
+    shape = table.schema()
     assert shape is not None
     with monkeypatch.context() as patched:
-        real = Commits._base
-        patched.setattr(Commits, "_base", lambda self, opened, seen: overtake(real(self, opened, seen)))
+        real = IcebergCommits._base
+        patched.setattr(IcebergCommits, "_base", lambda self, opened, seen: overtake(real(self, opened, seen)))
 
         def overtake(base: Any) -> Any:
             patched.undo()
@@ -362,7 +362,7 @@ def assert_second_is_refused(catalog: Catalog, folder: Path, monkeypatch: pytest
 
         with pytest.raises(ForeignWrite, match="at the same time"):
             table.apply(shape, fold(shape, changes(shape, update(1, big="second"))), at(30), at(40))
-    assert table.cursor() == at(40)
+    assert table.applied_position() == at(40)
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -373,7 +373,7 @@ def test_a_server_follows_a_table_through_other_partitions(tmp_path: Path, versi
     with rest_catalog(session(), tmp_path / "rest.db") as uri:
         catalog = Catalog(kind="rest", root=tmp_path / "lake", uri=uri, version=version)
         for number, (by, schema) in enumerate([(("id",), SHOP), (("n", "id"), SHOP), (("k",), OTHERS), ((), SHOP)]):
-            table = SparkIcebergTable(session(), folder, LOG, catalog, Form(partition_by=by))
+            table = SparkIcebergTable(session(), folder, LOG, catalog, TableSpec(partition_by=by))
             others: list[dict[str, Any]] = [{"name": [1], "k": 1, "day": None}, {"name": None, "k": 2, "day": None}]
             rows = ROWS if schema is SHOP else others
             seq = number * 100
@@ -388,5 +388,5 @@ def test_a_server_follows_a_table_through_other_partitions(tmp_path: Path, versi
 def test_format_version_3_strikes_rows_out_with_vectors(tmp_path: Path) -> None:
     folder = tmp_path / "public" / "t"
     found = used(Catalog(kind="hadoop", root=tmp_path, version=3), folder)
-    assert found.said["format-version"] == 3
+    assert found.document["format-version"] == 3
     assert list((folder / "data").glob("*.puffin"))

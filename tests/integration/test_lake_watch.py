@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.pipeline.points.consistent_point import point_at
+from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.report import TableState
 from tests.support.engines import IS_ICEBERG
 from tests.support.loads import Local, Scene, life, wait_for_state
@@ -32,7 +32,7 @@ def quiet(database: str, folder: Path) -> Iterator[tuple[Scene, Local, Path]]:
 def looked(applying: Local) -> tuple[TableState, str | None]:
     """What the table is, and why it stands still, once it has been looked at."""
     applying._lake._due = 0.0
-    applying._lake.look()
+    applying._lake.run_if_due()
     now = life(applying, "t")
     return now.state, None if now.error is None else now.error.code
 
@@ -42,9 +42,9 @@ def test_a_quiet_table_that_others_wrote_to_is_not_live_and_part_of_no_point(dat
         for maintain in MAINTENANCE:
             maintain(lake)
             assert looked(applying) == (TableState.LIVE, None)
-        life(applying, "t").version = None  # as after a start, or after its files were joined
+        life(applying, "t").lake_version = None  # as after a start, or after its files were joined
         append(lake)
-        assert point_at(applying.lives, applying.lives.grow()) is None
+        assert build_point(applying.registry, applying.registry.refresh_index()) is None
         assert looked(applying) == (TableState.FAILED, "foreign-write")
         (told,) = json.loads(scene.pipeline.ask("evolve", "--dry-run", "--json").stdout)["tables"]
         assert (told["action"], told["why"].partition(" (")[0]) == ("stop", "someone else changed the table")
@@ -72,6 +72,6 @@ def test_a_quiet_table_that_was_moved_or_put_back_says_so_and_goes_on(database: 
 
 def retried(scene: Scene, applying: Local) -> None:
     """Have the table tried again, and see that it is what the source is."""
-    applying.lives.seeds.retry(life(applying, "t").table)
+    applying.registry.load_store.request_retry(life(applying, "t").table)
     wait_for_state(applying, "t", TableState.LIVE)
     scene.assert_equal(applying, "t")

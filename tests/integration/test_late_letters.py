@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tailrace.deadletters.store import Letters
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
 from tests.support.loads import Local, Scene, life, wait_for_state
@@ -31,7 +31,7 @@ def scene(database: str, tmp_path: Path) -> Scene:
 
 
 def content(applying: Local) -> list[dict[str, Any]]:
-    table = life(applying, "things").place
+    table = life(applying, "things").location
     return [row for file in table.open().files() for row in pq.read_table(table.path / file).to_pylist()]
 
 
@@ -44,8 +44,8 @@ def letters(scene: Scene) -> list[int]:
 def replay(scene: Scene) -> None:
     done = scene.pipeline.ask("dead-letters", "replay")
     assert (done.returncode, "tried again" in done.stdout) == (0, True), done.stderr
-    answered = Letters(scene.settings.log.path, THINGS)
-    assert eventually(lambda: answered.asked is None)
+    answered = DeadLetterStore(scene.settings.log.path, THINGS)
+    assert eventually(lambda: answered.replay_requested_at is None)
 
 
 def test_once_the_column_takes_the_value_every_change_is_a_row(scene: Scene) -> None:

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from tailrace.capture.postgres import source
-from tailrace.capture.postgres.chunks import Cut, plan_table
+from tailrace.capture.postgres.chunks import ChunkKind, plan_table
 from tailrace.capture.postgres.connect import connect
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.model.schema import TableId
@@ -43,7 +43,7 @@ def waits_for_locks(scene: Scene, applying: Local) -> bool:
 
 
 def shown(scene: Scene, applying: Local) -> TableStatus:
-    (table,) = measure(scene.settings, applying.lives, applying._source, None).tables
+    (table,) = measure(scene.settings, applying.registry, applying._source, None).tables
     return table
 
 
@@ -130,7 +130,7 @@ def test_a_load_tells_how_far_it_is_and_what_it_came_to(filled: str, tmp_path: P
             assert eventually(lambda: (load := shown(scene, applying).load) is not None and load.chunks_done == 5)
             load = shown(scene, applying).load
             assert load is not None
-            size = applying.loading._loads[life(applying, "things").table].seed.plan.bytes
+            size = applying.load_scheduler._loads[life(applying, "things").table].record.plan.bytes
             assert (load.stage, load.way, load.mode) == ("reading", "exact", "replace")
             assert load.chunks > 15
             assert 0 < load.rows < ROWS / 2
@@ -171,7 +171,7 @@ def test_a_plan_is_made_without_reading_the_table(database: str) -> None:
             assert row is not None
             return row
 
-        for cut in Cut:
+        for cut in ChunkKind:
             before = counted()
             plan = plan_table(connection, TableId("public", "big"), None, cut, 1 << 20)
             scans, tuples, blocks = (now - then for now, then in zip(counted(), before, strict=True))

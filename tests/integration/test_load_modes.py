@@ -9,14 +9,14 @@ import pytest
 from deltalake import DeltaTable
 
 from tailrace.changelog.format.gaps import Gap, record_gap
-from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
 from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogGap, PositionLost
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline.capture.log_capture import Capturing
-from tailrace.pipeline.points.consistent_point import point_at
+from tailrace.pipeline.capture.log_capture import LogCapture
+from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.report import TableState
 from tailrace.storage.files import LogPath
 from tailrace.tasks.work import ChunkWork
@@ -89,20 +89,20 @@ def test_a_table_that_was_never_loaded_is_at_no_point_while_a_row_of_it_is_newer
     monkeypatch.setattr(Local, "by_hand", True)
     with Scene(tmp_path, database, modes={"public.t": "schema_only"}) as scene, scene.loader() as applying:
         wait_for_state(applying, "t", TableState.CATCHING_UP)
-        lives, here = applying.lives, life(applying, "t")
+        lives, here = applying.registry, life(applying, "t")
         execute(database, "UPDATE t SET x = 2 WHERE id = 1")
         scene.wait_for_capture()
         scene.stop_capture()
         execute(database, "UPDATE t SET x = 3 WHERE id = 1")
-        applying._advance([here], lives.grow())
-        assert DeltaTable(str(here.place.path)).to_pyarrow_table().column("x").to_pylist() == [3], "as of now"
-        assert (here.healing, here.state) == (True, TableState.CATCHING_UP)
-        assert point_at(lives, lives.index.commit) is None
+        applying._advance([here], lives.refresh_index())
+        assert DeltaTable(str(here.location.path)).to_pyarrow_table().column("x").to_pylist() == [3], "as of now"
+        assert (here.repairing, here.state) == (True, TableState.CATCHING_UP)
+        assert build_point(lives, lives.index.last_commit) is None
         scene.begin_capture()
         scene.wait_for_capture()
-        applying._advance([here], lives.grow())
-        assert (here.mixed, here.state) == (False, TableState.LIVE)
-        assert point_at(lives, lives.index.commit) is not None
+        applying._advance([here], lives.refresh_index())
+        assert (here.ahead_of_position, here.state) == (False, TableState.LIVE)
+        assert build_point(lives, lives.index.last_commit) is not None
 
 
 def ids(scene: Scene, table: str) -> list[int]:
@@ -115,7 +115,7 @@ def let_go_of_everything(log: LogPath) -> set[str]:
     """What `log.max_bytes` does when it comes to the worst; returns the tables that lost what they lacked."""
     seal(log)
     with Sealer(log) as sealer:
-        return set(trim(sealer, Policy(age_seconds=None, max_bytes=100)).detached)
+        return set(trim(sealer, RetentionPolicy(age_seconds=None, max_bytes=100)).detached)
 
 
 def test_a_table_whose_changes_the_log_let_go_of_is_loaded_again_when_needed_and_else_waits_for_a_person(
@@ -156,11 +156,11 @@ def test_a_table_that_failed_and_was_let_go_of_is_loaded_again_when_needed_witho
         DeltaTable(str(scene.pipeline.lake / "public" / "needed")).delete("id = 1")
         execute(database, "INSERT INTO needed VALUES (2)")
         wait_for_state(applying, "needed", TableState.FAILED)
-        applying.holding.say(now=True)
+        applying.retention_holds.publish(now=True)
         scene.wait_for_capture()
         assert eventually(lambda: let_go_of_everything(scene.settings.log.path) == {"public.needed"})
-        applying.lives.grow()
-        applying.holding.say(now=True)
+        applying.registry.refresh_index()
+        applying.retention_holds.publish(now=True)
         wait_for_state(applying, "needed", TableState.LIVE)
         scene.assert_equal(applying, "needed")
         assert len(applying.chunks) == 2
@@ -185,7 +185,7 @@ def test_a_table_made_while_everything_runs_is_published_loaded_and_streamed(dat
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         scene.assert_equal(applying, "things")
         execute(database, "CREATE TABLE later (id int PRIMARY KEY, x int)", "INSERT INTO later VALUES (1, 1)")
-        assert eventually(lambda: any(found.table.name == "later" for found in applying.lives.tables.values()))
+        assert eventually(lambda: any(found.table.name == "later" for found in applying.registry.tables.values()))
         execute(database, "INSERT INTO later VALUES (2, 2)", "UPDATE later SET x = 9 WHERE id = 1")
         wait_for_state(applying, "later", TableState.LIVE)
         execute(database, "DELETE FROM later WHERE id = 2", "INSERT INTO later VALUES (3, 3)")
@@ -254,7 +254,7 @@ def test_a_load_that_was_cut_off_before_the_position_was_lost_begins_anew(filled
         assert reached.wait(COME_SECONDS_MAX)
         applying._stopping.set()
         gate.set()
-    assert life(applying, "t").cursor is None
+    assert life(applying, "t").applied_position is None
     lose_the_slot(filled, *CHANGED)
     with scene, scene.loader() as applying:
         scene.assert_equal(applying, "t", "quiet")
@@ -270,7 +270,7 @@ def test_a_log_that_was_put_back_is_not_gone_on_with(filled: str, tmp_path: Path
     wait_for_free_slots(filled)
     execute(filled, *CHANGED, f"SELECT pg_replication_slot_advance('{slot}', pg_current_wal_lsn())")
     with pytest.raises(PositionLost, match="the slot is ahead of the log"):
-        Capturing(scene.settings, until_caught_up=True)
+        LogCapture(scene.settings, until_caught_up=True)
     # As if a start had been cut off between its new slot and its commit.
     record_gap(log.path, Gap(commit=log.newest() + 1, start=Lsn(1), end=Lsn(1)))
     with scene, scene.loader() as applying:
@@ -302,7 +302,7 @@ def test_a_position_is_not_given_up_for_tables_that_are_not_loaded_by_themselves
         scene.assert_equal(applying, "t")
     lose_the_slot(filled, *CHANGED)
     with pytest.raises(PositionLost, match="the replication slot is gone"):
-        Capturing(scene.settings, until_caught_up=True)
+        LogCapture(scene.settings, until_caught_up=True)
     assert not ChangeLog.open(scene.settings.log.path).gaps()
 
 
@@ -311,13 +311,15 @@ def test_a_table_that_is_made_later_and_never_loaded_begins_where_its_changes_do
     late = TableId("public", "late")
     execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
     with Scene(tmp_path, database, mode="schema_only") as scene:
-        published = ChangeLog.open(scene.settings.log.path).published
+        published = ChangeLog.open(scene.settings.log.path).coverage
         execute(database, "CREATE TABLE late (id int PRIMARY KEY)", "INSERT INTO late VALUES (1)")
-        assert eventually(lambda: published().since(late) is not None, pause=0.01)
+        assert eventually(lambda: published().complete_from(late) is not None, pause=0.01)
         scene.stop_capture()
         with scene.loader() as applying:
-            assert eventually(lambda: late in applying.lives.tables and life(applying, "late").cursor is not None)
-            since, cursor = published().since(late), life(applying, "late").cursor
+            assert eventually(
+                lambda: late in applying.registry.tables and life(applying, "late").applied_position is not None
+            )
+            since, cursor = published().complete_from(late), life(applying, "late").applied_position
             assert since is not None
             assert cursor is not None
             assert cursor.position >= since

@@ -13,20 +13,20 @@ import pytest
 
 from tailrace import failpoints
 from tailrace.capture.postgres import preflight
-from tailrace.capture.postgres.chunks import Cut
+from tailrace.capture.postgres.chunks import ChunkKind
 from tailrace.capture.postgres.config import PostgresSettings
-from tailrace.capture.postgres.snapshot import Noted
+from tailrace.capture.postgres.snapshot import BarrierSnapshot
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import SourceUnreachable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.loads import file_watch, open_transactions
-from tailrace.pipeline.loads.load_commit import start_of
+from tailrace.pipeline.loads.load_commit import find_load_point
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import measure
-from tailrace.pipeline.tables.registry import TableLife
-from tailrace.tasks.load_store import LoadMode, Seed, Seeds, Wish
+from tailrace.pipeline.tables.registry import ManagedTable
+from tailrace.tasks.load_store import LoadMode, LoadRecord, LoadRequest, LoadStore
 from tailrace.tasks.work import ChunkWork
 from tests.integration.conftest import server_version
 from tests.support.failover import Copy, copy_of, wait_for_replay
@@ -78,7 +78,7 @@ def hammering(url: str) -> Iterator[None]:
 def test_writers_hammer_during_the_whole_load(filled: str, tmp_path: Path, way: str) -> None:
     with Scene(tmp_path, filled, way=way, connections=2) as scene, scene.loader() as applying:
         with hammering(filled):
-            assert eventually(lambda: life(applying, "things").cursor is not None), applying.chunks
+            assert eventually(lambda: life(applying, "things").applied_position is not None), applying.chunks
         scene.assert_equal(applying, "things")
         assert len(applying.chunks) > 10
 
@@ -112,7 +112,7 @@ def test_a_writer_that_was_open_when_the_table_was_published(
         writer.execute("UPDATE later SET x = 77 WHERE id = 1")
 
         def told() -> bool:
-            tables = measure(scene.settings, applying.lives, applying._source, None).tables
+            tables = measure(scene.settings, applying.registry, applying._source, None).tables
             waiting = [table.load.waiting_for for table in tables if table.load and table.load.stage == "waiting"]
             return any(f"1 open transaction: pid {writer.info.backend_pid} " in (said or "") for said in waiting)
 
@@ -171,7 +171,7 @@ def test_a_commit_that_waits_for_a_synchronous_standby_at_the_first_chunk(tmp_pa
         execute(url, TABLE, FILL)
         commit = WaitingCommit(url)
         with Scene(tmp_path, url, way="chunked") as scene, scene.loader(before=once(commit.begin)) as applying:
-            assert eventually(lambda: life(applying, "things").cursor is not None)
+            assert eventually(lambda: life(applying, "things").applied_position is not None)
             commit.end()
             scene.assert_equal(applying, "things")
 
@@ -182,7 +182,7 @@ def test_commits_that_nobody_waits_for(filled: str, tmp_path: Path, way: str) ->
     execute(filled, f"ALTER DATABASE {name} SET synchronous_commit = off")
     with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying:
         with hammering(filled):
-            assert eventually(lambda: life(applying, "things").cursor is not None)
+            assert eventually(lambda: life(applying, "things").applied_position is not None)
         scene.assert_equal(applying, "things")
 
 
@@ -248,7 +248,7 @@ def test_a_partition_comes_during_the_load_and_it_begins_again_at_once(
             "CREATE TABLE parts_2 PARTITION OF parts FOR VALUES FROM (2000) TO (4000)",
             rows.format("2000, 2999"),
         )
-        assert eventually(lambda: bool(applying.loading._replans)), "before all of it is read"
+        assert eventually(lambda: bool(applying.load_scheduler._replans)), "before all of it is read"
 
     with Scene(tmp_path, database) as scene, scene.loader(before=once(act, at=2)) as applying:
         scene.assert_equal(applying, "parts")
@@ -307,11 +307,11 @@ def test_a_load_that_was_cut_off_goes_on_with_the_chunks_it_lacks(
     with Scene(tmp_path, filled) as scene:
         with scene.loader(after=once(stay, at=4)) as applying:
             assert reached.wait(COME_SECONDS_MAX)
-            chunks = len(next(iter(applying.loading._loads.values())).seed.plan.chunks)
+            chunks = len(next(iter(applying.load_scheduler._loads.values())).record.plan.chunks)
             applying._stopping.set()
             gate.set()
         with hammering(filled), scene.loader() as again:
-            assert eventually(lambda: life(again, "things").cursor is not None)
+            assert eventually(lambda: life(again, "things").applied_position is not None)
         with scene.loader() as last:
             scene.assert_equal(last, "things")
     said = server.log_file.read_bytes()[began:].decode().lower().splitlines()
@@ -341,9 +341,11 @@ def test_killed_after_its_commit_a_load_is_known_by_the_table_and_not_over_too_e
             patched.setattr(failpoints, "hit", hit)
             assert dead.wait(COME_SECONDS_MAX)
         execute(filled, "INSERT INTO things VALUES (5000, 0, 'after every chunk', NULL)")
-        horizon = applying._source.horizon()
-        lives = applying.lives
-        assert eventually(lambda: lives.grow() and lives.index.position >= horizon), "the log has passed every chunk"
+        horizon = applying._source.committed_until()
+        lives = applying.registry
+        assert eventually(lambda: lives.refresh_index() and lives.index.position >= horizon), (
+            "the log has passed every chunk"
+        )
     # What the log does not hold yet, a row that is read again shows already: it is gone.
     execute(
         filled,
@@ -352,12 +354,12 @@ def test_killed_after_its_commit_a_load_is_known_by_the_table_and_not_over_too_e
         "DELETE FROM things WHERE id = -7",
     )
     with scene.loader() as applying:
-        assert eventually(lambda: any((applying.lives.log.path / "seed").glob("*/reread-*.json")))
+        assert eventually(lambda: any((applying.registry.log.path / "seed").glob("*/reread-*.json")))
         assert not eventually(lambda: life(applying, "things").state is TableState.LIVE, seconds=1)
-        assert applying.waits_for_log(applying.lives.index.commit), "it has nothing else to do"
+        assert applying.waits_for_log(applying.registry.index.last_commit), "it has nothing else to do"
         with scene:
             scene.assert_equal(applying, "things")
-        assert not applying.waits_for_log(applying.lives.index.commit)
+        assert not applying.waits_for_log(applying.registry.index.last_commit)
 
 
 def test_time_runs_out_and_the_load_goes_on_in_chunks(filled: str, tmp_path: Path) -> None:
@@ -367,7 +369,7 @@ def test_time_runs_out_and_the_load_goes_on_in_chunks(filled: str, tmp_path: Pat
     with Scene(tmp_path, filled, time_limit=1.0) as scene, scene.loader(before=slow) as applying:
         assert eventually(lambda: bool(applying.chunks))
         with hammering(filled):
-            assert eventually(lambda: life(applying, "things").cursor is not None)
+            assert eventually(lambda: life(applying, "things").applied_position is not None)
         scene.assert_equal(applying, "things")
         read = [number for _, number in applying.chunks]
         assert len(set(read)) >= len(read) - 1, "only the one that found the snapshot gone is tried again"
@@ -401,9 +403,9 @@ def test_a_live_table_is_loaded_again(filled: str, tmp_path: Path, way: str, mod
     with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying:
         scene.assert_equal(applying, "things")
         with hammering(filled):
-            seeds = Seeds(scene.settings.log.path)
-            seeds.wish(Wish(table=TableId("public", "things"), mode=mode))
-            assert eventually(lambda: not seeds.wishes())
+            seeds = LoadStore(scene.settings.log.path)
+            seeds.add_request(LoadRequest(table=TableId("public", "things"), mode=mode))
+            assert eventually(lambda: not seeds.requests())
         scene.assert_equal(applying, "things")
 
 
@@ -456,7 +458,7 @@ def test_a_server_that_goes_away_between_two_questions_is_told_as_ours(
         execute(database, f"SELECT pg_terminate_backend({connection.info.backend_pid}, 5000)")
         connection.execute("SELECT 1")
 
-    monkeypatch.setattr(preflight, "wanted_tables", gone)
+    monkeypatch.setattr(preflight, "select_tables", gone)
     with pytest.raises(SourceUnreachable):  # whoever asks again knows it, and a thread that publishes lives on
         getattr(source, ask)()
 
@@ -477,7 +479,7 @@ def test_other_tables_go_on_while_one_is_read(filled: str, tmp_path: Path) -> No
             for number in (2, 3):
                 execute(filled, f"INSERT INTO other VALUES ({number})")
                 assert eventually(lambda: rows_of(applying, "other") == number), "captured and applied meanwhile"  # noqa: B023
-            assert life(applying, "things").cursor is None, "it is still read"
+            assert life(applying, "things").applied_position is None, "it is still read"
         finally:
             gate.set()
         scene.assert_equal(applying, "things", "other")
@@ -492,19 +494,21 @@ def test_a_replay_starts_before_the_first_transaction_that_the_snapshot_did_not_
         for number in (1, 2, 3):
             execute(database, f"INSERT INTO t VALUES ({number})")
         scene.assert_equal(applying, "t")
-        lives, table = applying.lives, life(applying, "t")
+        lives, table = applying.registry, life(applying, "t")
         told = sorted(
             (Lsn.parse(row["_position"]), row["_tx"])
-            for batch in lives.log.read(1, lives.index.commit, tables=lives.numbers(table))
-            for row in batch.completed().to_pylist()
+            for batch in lives.log.read(1, lives.index.last_commit, tables=lives.log_numbers(table))
+            for row in batch.with_all_columns().to_pylist()
         )
         assert len(told) == 3
         (first, one), (second, two), (third, _) = told
-        plan = applying._source.plan(table.table, Cut.KEY, 1 << 20)
+        plan = applying._source.plan(table.table, ChunkKind.KEY, 1 << 20)
 
         def start(floor: Lsn, running: tuple[int, ...] = (), *, xmin: int = 0, standby: bool = False) -> Lsn:
-            noted = Noted(floor=floor, upto=third, xmin=xmin, xmax=1 << 62, running=running, standby=standby)
-            return start_of(lives, Seed(plan=plan, point=None, noted=noted))
+            noted = BarrierSnapshot(
+                floor=floor, ceiling=third, xmin=xmin, xmax=1 << 62, running=running, standby=standby
+            )
+            return find_load_point(lives, LoadRecord(plan=plan, snapshot_position=None, barrier=noted))
 
         before = Lsn(first.value - 1)
         assert start(before) == third, "all of them were seen"
@@ -536,7 +540,7 @@ def test_a_table_that_another_was_at_when_it_had_landed_is_live_all_the_same(
     monkeypatch.setattr(Local, "_apply", lambda _: None)  # as where no micro-batch comes
     advance, tried = Local._advance_one, threading.Event()
 
-    def advance_one(self: Local, table: TableLife, end: int | None = None) -> None:
+    def advance_one(self: Local, table: ManagedTable, end: int | None = None) -> None:
         taken.wait(COME_SECONDS_MAX)  # the load has let go of the lock by now, and the other waits for it
         advance(self, table, end)
         tried.set()
@@ -548,5 +552,5 @@ def test_a_table_that_another_was_at_when_it_had_landed_is_live_all_the_same(
         assert life(applying, "things").state is TableState.CATCHING_UP
         done.set()
         assert eventually(lambda: not life(applying, "things").lock.locked())
-        applying.sweep()
+        applying.advance_skipped()
         assert life(applying, "things").state is TableState.LIVE

@@ -18,23 +18,23 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from tailrace.changelog.format.commit_file import commit_path
-from tailrace.changelog.maintain.retention import Policy, trim
-from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
 from tailrace.changelog.maintain.verify import verify
-from tailrace.changelog.read.consumers import holds
+from tailrace.changelog.read.consumers import read_holds
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write import log_lease
 from tailrace.changelog.write import writer as writer_module
-from tailrace.changelog.write.log_lease import Lease
+from tailrace.changelog.write.log_lease import LogLease
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced, LogTrimmed, LogUnreachable, LogUnusable
 from tailrace.pipeline.config.settings import load_settings
 from tailrace.spark.datasource.log.log_options import LogOptions
-from tailrace.spark.datasource.log.log_schema import look
+from tailrace.spark.datasource.log.log_schema import resolve_frame
 from tailrace.spark.datasource.log.stream import LogStreamReader
 from tailrace.spark.session.arrow_types import spark_schema
 from tailrace.storage import objects
-from tailrace.storage.files import place
+from tailrace.storage.files import parse_log_path
 from tailrace.storage.objects import ObjectPath
 from tests.support.loads import Scene
 from tests.support.logs import Diary, assert_nothing_left_over, inserts, read_all, rows_of, seal, write_everything
@@ -79,15 +79,15 @@ def test_a_log_is_written_read_sealed_joined_trimmed_and_found_without_a_flaw(lo
     diary.piece(inserts(20))
     diary.finish(inserts(21))
     assert read_all(log) == diary.rows()
-    seal(log, join=False, grace_seconds=None, limits=Limits(commits=3))
-    seal(log, limits=Limits(commits=3, join_count=2))
+    seal(log, join=False, grace_seconds=None, limits=SealLimits(commits=3))
+    seal(log, limits=SealLimits(commits=3, merge_count=2))
     diary.commit(inserts(22))
     assert read_all(log) == diary.rows()
     assert read_all(log, table="public.other") == [row for row in diary.rows() if row.schema.relation == 2]
     verdict = verify(log)
     assert (verdict.flaws, verdict.commits) == ((), diary.writer.commit)
     with Sealer(log) as sealer:
-        assert trim(sealer, Policy(age_seconds=0.0)).files
+        assert trim(sealer, RetentionPolicy(age_seconds=0.0)).files
         sealer.clean(0.0)
     with pytest.raises(LogTrimmed):
         read_all(log)
@@ -104,7 +104,7 @@ def test_a_log_is_opened_by_its_url_and_what_the_environment_says(
     writer.append(rows_window(0, 100, 1, 2))
     writer.close()
     assert [key for _, key in ids(list(ChangeLog.open(str(log)).follow(0, consumer="nightly")))] == [1, 2]
-    assert [hold.name for hold in holds(place(str(log)))] == ["nightly"]
+    assert [hold.name for hold in read_holds(parse_log_path(str(log)))] == ["nightly"]
 
 
 def test_a_log_is_the_same_log_by_either_spelling(log: ObjectPath, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_a_log_is_the_same_log_by_either_spelling(log: ObjectPath, s3: S3, monke
     writer = LogWriter(sparks, SOURCE)
     writer.append(rows_window(0, 100, 1))
     with pytest.raises(LogBusy):
-        Lease(place(str(log)), wait_seconds=0.0)
+        LogLease(parse_log_path(str(log)), wait_seconds=0.0)
     writer.close()
     assert [key for _, key in ids(list(ChangeLog.open(sparks).follow(0, consumer="nightly")))] == [1]
     writer = LogWriter(str(log), SOURCE)
@@ -166,7 +166,7 @@ def test_two_servers_that_have_a_log_of_one_name_are_told_apart(log: ObjectPath)
         there = ObjectPath.parse(str(log), endpoint=another.endpoint)
         for where, content in ((log, b"here"), (there, b"there")):
             (where / "sealed").write_bytes(content)
-        assert [bytes(objects.kept.view(where / "sealed")) for where in (log, there)] == [b"here", b"there"]
+        assert [bytes(objects.object_cache.view(where / "sealed")) for where in (log, there)] == [b"here", b"there"]
 
 
 class Writing:
@@ -186,7 +186,7 @@ def test_a_stream_that_captures_goes_on_in_the_store_that_its_option_names(log: 
     for key in (1, 2, 3):
         diary.commit(inserts(key))
     options = {"log": str(log), "logEndpoint": s3.endpoint, "url": "postgresql://x@127.0.0.1:1/x", "tables": "*"}
-    made = look(LogOptions.parse({**options, "startingPosition": "3"}))
+    made = resolve_frame(LogOptions.parse({**options, "startingPosition": "3"}))
 
     def started() -> LogStreamReader:
         return LogStreamReader(made, spark_schema(made.fields), Writing())
@@ -203,7 +203,7 @@ def test_a_stream_that_captures_goes_on_in_the_store_that_its_option_names(log: 
 @pytest.fixture
 def rivals(log: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> tuple[LogWriter, LogWriter]:
     """Two writers of one log, neither knowing of the other."""
-    monkeypatch.setattr(writer_module, "Lease", NoLease)
+    monkeypatch.setattr(writer_module, "LogLease", NoLease)
     first = LogWriter(log, SOURCE)
     first.append(window(0, 100))
     return first, LogWriter(log, SOURCE)
@@ -223,33 +223,33 @@ def test_of_two_who_take_a_number_the_second_is_refused(rivals: tuple[LogWriter,
 def test_a_second_process_waits_for_the_lease_and_is_told_who_has_it(log: ObjectPath) -> None:
     writer = LogWriter(log, SOURCE)
     with pytest.raises(LogBusy) as caught:
-        Lease(log, wait_seconds=0.3)
+        LogLease(log, wait_seconds=0.3)
     assert caught.value.fields["pid"] == os.getpid()
-    assert log_lease.held(log) == os.getpid()
+    assert log_lease.live_holder_pid(log) == os.getpid()
     writer.close()
-    Lease(log, wait_seconds=0.0).release()
-    assert log_lease.held(log) is None
+    LogLease(log, wait_seconds=0.0).release()
+    assert log_lease.live_holder_pid(log) is None
 
 
 def test_a_lease_that_was_taken_over_is_lost_and_is_not_written_again(log: ObjectPath) -> None:
-    old = Lease(log, renew_seconds=600.0)
-    new = Lease(log, take_over=True)
-    assert new.forced
+    old = LogLease(log, renew_seconds=600.0)
+    new = LogLease(log, take_over=True)
+    assert new.was_forced
     old.renew()
     assert old.lost()
     assert not new.lost()
     with pytest.raises(LogFenced):
         old.check()
     old.release()
-    assert log_lease.held(log) == os.getpid()
+    assert log_lease.live_holder_pid(log) == os.getpid()
     new.release()
 
 
 def test_a_lease_of_another_host_is_taken_once_nobody_renews_it(log: ObjectPath) -> None:
     (log / "owner.json").write_bytes(b'{"pid": 1, "host": "far", "boot": "x", "space": "y", "token": "t"}')
     begun = time.monotonic()
-    found = Lease(log, wait_seconds=240.0, expiry_seconds=0.5)
-    assert found.forced
+    found = LogLease(log, wait_seconds=240.0, expiry_seconds=0.5)
+    assert found.was_forced
     assert time.monotonic() - begun >= 0.5
     found.release()
 
@@ -337,13 +337,13 @@ def test_a_store_that_is_not_there_is_told_so_and_is_worth_another_try(monkeypat
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LogUnreachable) as caught:
-        ChangeLog.open(place("s3://bucket/log", endpoint="http://127.0.0.1:9"))
+        ChangeLog.open(parse_log_path("s3://bucket/log", endpoint="http://127.0.0.1:9"))
     assert "127.0.0.1" not in caught.value.message
     assert "log.endpoint" in caught.value.hint
 
 
 def test_a_bucket_that_is_not_there_is_told_so(s3: S3) -> None:
-    nowhere = place("s3://no-such-bucket/log", endpoint=s3.endpoint)
+    nowhere = parse_log_path("s3://no-such-bucket/log", endpoint=s3.endpoint)
     with pytest.raises(LogUnusable, match="there is no log here"):
         ChangeLog.open(nowhere)
     with pytest.raises(LogUnusable, match="no such bucket"):
@@ -369,7 +369,7 @@ def test_a_reader_gets_every_row_once_while_commits_are_sealed_joined_and_remove
     for key in range(1, 21):
         diary.commit(inserts(key))
         if key % 5 == 0:
-            seal(log, limits=Limits(commits=2, join_count=2))
+            seal(log, limits=SealLimits(commits=2, merge_count=2))
     reader.join(240.0)
     diary.close()
     assert read == list(range(21))
@@ -377,9 +377,9 @@ def test_a_reader_gets_every_row_once_while_commits_are_sealed_joined_and_remove
 
 WRITER = """
 import sys
-from tailrace.storage.files import place
+from tailrace.storage.files import parse_log_path
 from tests.support.logs import Diary, inserts
-diary = Diary(place(sys.argv[1], endpoint=sys.argv[2]))
+diary = Diary(parse_log_path(sys.argv[1], endpoint=sys.argv[2]))
 diary.commit(inserts(10))
 diary.piece(inserts(11))
 diary.piece(inserts(12))
@@ -409,7 +409,7 @@ def test_a_writer_killed_between_two_puts_leaves_whole_commits_and_the_next_one_
     }
     command = [sys.executable, "-c", WRITER, str(log), s3.endpoint]
     assert subprocess.run(command, env=environment, timeout=240, check=False).returncode == -9
-    Lease(log, wait_seconds=0.0).release()  # the dead one's is free: it was a process of this machine
+    LogLease(log, wait_seconds=0.0).release()  # the dead one's is free: it was a process of this machine
     diary = Diary(log)
     assert keys(log) == left
     diary.commit(inserts(20))

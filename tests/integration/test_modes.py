@@ -38,7 +38,7 @@ def make(database: str, *names: str) -> None:
 
 def rows(applying: Local, name: str, columns: str, where: str = "") -> list[tuple[Any, ...]]:
     """What Polars reads of the table, and DuckDB of its files."""
-    path, table = life(applying, name).place.path, life(applying, name).place.open()
+    path, table = life(applying, name).location.path, life(applying, name).location.open()
     frame = pl.read_delta(str(path))
     names = str([str(path / file) for file in table.files()])
     asked = (
@@ -255,8 +255,8 @@ def test_tables_lie_where_their_names_say_and_have_the_columns_that_were_asked_f
         execute(database, "UPDATE t SET x = 5 WHERE id = 1", "ALTER TABLE t ADD y int")
         execute(database, "INSERT INTO t VALUES (9, 9, 'l', 9)")
         assert scene.settled(applying)
-        assert life(applying, "t").place.path == scene.pipeline.lake / "gold"
-        assert life(applying, "u").place.path == scene.pipeline.lake / "test" / "public_u"
+        assert life(applying, "t").location.path == scene.pipeline.lake / "gold"
+        assert life(applying, "u").location.path == scene.pipeline.lake / "test" / "public_u"
         assert rows(applying, "t", "id, amount, y, length(large)") == [
             (1, 5, None, 5000),
             (2, 2, None, 5000),
@@ -272,8 +272,8 @@ def test_tables_that_would_share_a_folder_are_refused_before_anything_is_written
     with met as scene, scene.loader() as applying:
         assert scene.settled(applying)
         execute(database, "CREATE TABLE other.t (id int PRIMARY KEY)", "INSERT INTO other.t VALUES (1)")
-        assert eventually(lambda: any(found.table.schema == "other" for found in applying.lives.tables.values()))
-        (late,) = [found for found in applying.lives.tables.values() if found.table.schema == "other"]
+        assert eventually(lambda: any(found.table.schema == "other" for found in applying.registry.tables.values()))
+        (late,) = [found for found in applying.registry.tables.values() if found.table.schema == "other"]
         assert eventually(lambda: late.state is TableState.FAILED)
         assert late.error is not None
         assert (late.error.code, str(late.error.fields["other"])) == ("table-unusable", "public.t")
@@ -282,7 +282,9 @@ def test_tables_that_would_share_a_folder_are_refused_before_anything_is_written
         assert rows(applying, "t", "id, x") == [(1, 9), (2, 2), (3, 3)]
     with Scene(tmp_path / "new", database, tables='["*.t"]').tables_are("names: '{table}'") as scene:
         with scene.loader() as applying:
-            assert eventually(lambda: all(found.state is TableState.FAILED for found in applying.lives.tables.values()))
+            assert eventually(
+                lambda: all(found.state is TableState.FAILED for found in applying.registry.tables.values())
+            )
         assert not scene.pipeline.lake.exists()
 
 
@@ -344,7 +346,7 @@ def test_a_table_that_others_changed_is_replaced_if_a_person_asks(database: str,
     make(database, "t")
     with Scene(tmp_path, database).tables_are(line) as scene, scene.loader() as applying:
         assert scene.settled(applying)
-        DeltaTable(str(life(applying, "t").place.path)).delete("id = 1")
+        DeltaTable(str(life(applying, "t").location.path)).delete("id = 1")
         execute(database, "UPDATE t SET x = 20 WHERE id = 2")
         wait_for_state(applying, "t", TableState.FAILED)
         error = life(applying, "t").error

@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from tailrace.deadletters.store import Letters
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
 from tests.support.loads import Local, Scene, life, wait_for_state
@@ -39,7 +39,7 @@ RULES = (
 
 
 def rows(applying: Local, name: str, *columns: str) -> list[tuple[Any, ...]]:
-    return sorted(pl.read_delta(str(life(applying, name).place.path)).select(columns).rows(), key=str)
+    return sorted(pl.read_delta(str(life(applying, name).location.path)).select(columns).rows(), key=str)
 
 
 def test_partitioned_tables_follow_their_source(database: str, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_partitioned_tables_follow_their_source(database: str, tmp_path: Path) -
             assert error is not None
             assert (error.code, error.fields["column"]) == ("table-unusable", "region")
             assert scene.settled(applying)
-            assert len({Path(file).parent for file in life(applying, "m").place.open().files()}) == 6
+            assert len({Path(file).parent for file in life(applying, "m").location.open().files()}) == 6
             execute(
                 database,
                 "UPDATE m SET region = 'a%=/b' WHERE id < 5",
@@ -77,8 +77,8 @@ def test_partitioned_tables_follow_their_source(database: str, tmp_path: Path) -
             assert 200 not in dict(rows(applying, "m", "id", "area"))
             execute(database, "UPDATE m SET region = 'mended' WHERE id = 200")
             scene.pipeline.ask("dead-letters", "replay")
-            letters = Letters(scene.settings.log.path, TableId("public", "m"))
-            assert eventually(lambda: letters.asked is None, SECONDS_MAX)
+            letters = DeadLetterStore(scene.settings.log.path, TableId("public", "m"))
+            assert eventually(lambda: letters.replay_requested_at is None, SECONDS_MAX)
             assert scene.settled(applying)
             before = rows(applying, "m", "id", "area", "day", "large")
             assert (200, "mended") in rows(applying, "m", "id", "area")

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.pipeline.points.consistent_point import point_at
-from tailrace.pipeline.points.ledger import Ledger, Point
+from tailrace.pipeline.points.consistent_point import build_point
+from tailrace.pipeline.points.ledger import ConsistentPoint, Ledger
 from tests.support.loads import Scene, life
 from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute
 from tests.support.transfers import ACCOUNTS, ALL_MONEY, MADE, transfers
@@ -31,7 +31,7 @@ def test_no_point_sees_money_appear_or_vanish(database: str, tmp_path: Path) -> 
     execute(database, *MADE)
     ledger = Ledger(tmp_path / "changes")
 
-    def whole() -> dict[tuple[int, ...], Point]:
+    def whole() -> dict[tuple[int, ...], ConsistentPoint]:
         return {tuple(point.versions.values()): point for point in ledger.points() if not point.missing}
 
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
@@ -40,7 +40,7 @@ def test_no_point_sees_money_appear_or_vanish(database: str, tmp_path: Path) -> 
         with transfers(database) as stopping:
             deadline = time.monotonic() + COME_SECONDS_MAX
             while len(whole()) < POINTS_MIN and time.monotonic() < deadline:
-                applying._come_to(applying.lives.grow())
+                applying._come_to(applying.registry.refresh_index())
                 stopping.wait(0.1)
         points = whole()
         assert len(points) >= POINTS_MIN, "they are different ones"
@@ -63,15 +63,15 @@ def test_a_table_that_is_worked_on_is_missing_and_is_there_again_though_nothing_
             execute(database, "UPDATE right_accounts SET money = 0 WHERE id = 1")
             scene.wait_for_capture()
             right = life(applying, "right_accounts")
-            assert eventually(lambda: not applying.lives.pending(right, applying.lives.grow()))
-            assert eventually(lambda: point_at(applying.lives, applying.lives.grow()) is not None)
-            applying._come_to(applying.lives.grow())
+            assert eventually(lambda: not applying.registry.pending(right, applying.registry.refresh_index()))
+            assert eventually(lambda: build_point(applying.registry, applying.registry.refresh_index()) is not None)
+            applying._come_to(applying.registry.refresh_index())
             *_, last = Ledger(tmp_path / "changes").points()
             assert (list(last.versions), list(last.missing)) == ([right.table], [left.table])
             told = scene.pipeline.ask("at").stdout
             assert f"commit {before.commit}\n" in told, "the last one that has both"
         assert scene.settled(applying)
-        applying.sweep()
+        applying.advance_skipped()
         after = Ledger(tmp_path / "changes").at()
         assert not after.missing
         assert after.versions[right.table] > before.versions[right.table]

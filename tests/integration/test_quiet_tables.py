@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tailrace.changelog.format.known_tables import expected
+from tailrace.changelog.format.known_tables import known_tables
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.pipeline.status import read_status
 from tests.support.frames import frame, steps
@@ -18,7 +18,7 @@ def test_the_capture_notes_what_quiet_tables_look_like_and_what_comes_fits(datab
         log = scene.settings.log.path
 
         def noted() -> set[str]:
-            return {str(shape.table) for shape in expected(log)}
+            return {str(shape.table) for shape in known_tables(log)}
 
         assert eventually(lambda: {"public.quiet", "public.busy"} <= noted())
         made = frame(log, table="public.quiet")
@@ -28,7 +28,7 @@ def test_the_capture_notes_what_quiet_tables_look_like_and_what_comes_fits(datab
         assert eventually(lambda: "public.later" in noted()), "one that is made meanwhile"
         scene.wait_for_capture()
     assert [row["id"] for _, rows in steps(made) for row in rows] == [1]
-    assert ChangeLog.open(log).numbers("public.quiet"), "by now the log knows it by its rows"
+    assert ChangeLog.open(log).table_numbers("public.quiet"), "by now the log knows it by its rows"
 
 
 def test_the_status_says_which_tables_the_source_no_longer_has(database: str, tmp_path: Path) -> None:

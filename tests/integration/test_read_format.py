@@ -431,7 +431,7 @@ def test_no_point_that_the_helper_reads_sees_money_appear_or_vanish(
                 number += 1
                 busy = life(applying, TABLES[number % 2]).lock if number % 3 == 2 else nullcontext()
                 with busy:  # as if the table's files were being joined
-                    applying._come_to(applying.lives.grow())
+                    applying._come_to(applying.registry.refresh_index())
                 stopping.wait(0.05)
         noted = list(ledger.points())
         assert enough(ledger)

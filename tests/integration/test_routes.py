@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.deadletters.store import Letters
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.settings import PipelineSettings, load_settings
-from tailrace.tables.location import Place
+from tailrace.tables.location import TableLocation
 from tests.support.loads import LOADED_SECONDS_MAX, Local, Scene, once
 from tests.support.pipelines import Pipeline, eventually, execute
 from tests.support.thorough import thorough
@@ -58,9 +58,9 @@ def wanted(url: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
         return {table: connection.execute(f"{query} ORDER BY id").fetchall() for table, query in HOLDS.items()}
 
 
-def read(place: Place) -> list[dict[str, Any]]:
+def read(place: TableLocation) -> list[dict[str, Any]]:
     table = place.open()
-    shape = table.shape()
+    shape = table.schema()
     assert shape is not None, place.path
     bare = dict.fromkeys(shape.names)  # a file may be older than a column
     rows = [bare | row for file in table.files() for row in pq.read_table(place.path / file).to_pylist()]
@@ -68,13 +68,15 @@ def read(place: Place) -> list[dict[str, Any]]:
 
 
 def found(applying: Local) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    return {(life.table.schema, life.table.name): read(life.place) for life in list(applying.lives.tables.values())}
+    return {
+        (life.table.schema, life.table.name): read(life.location) for life in list(applying.registry.tables.values())
+    }
 
 
 def found_in(settings: PipelineSettings, *tables: tuple[str, str]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """The same where nobody applies."""
     log_id = ChangeLog.open(settings.log.path).log_id
-    return {table: read(settings.tables.layout.place(TableId(*table), log_id)) for table in tables}
+    return {table: read(settings.tables.layout.location(TableId(*table), log_id)) for table in tables}
 
 
 def assert_equal(scene: Scene, applying: Local) -> None:
@@ -85,9 +87,9 @@ def assert_equal(scene: Scene, applying: Local) -> None:
 def assert_settled(scene: Scene, applying: Local) -> None:
     # What is written while a load is under way comes after the first time.
     settled = scene.settled(applying) and scene.settled(applying)
-    states = [(str(life.table), life.state, life.error) for life in applying.lives.tables.values()]
+    states = [(str(life.table), life.state, life.error) for life in applying.registry.tables.values()]
     assert settled, states
-    assert not any(state.broken for _, state, _ in states), states
+    assert not any(state.is_blocked for _, state, _ in states), states
 
 
 MEANWHILE = (
@@ -296,8 +298,8 @@ transforms:
         assert (letter["schema"], letter["table"]) == ("shop", "numbers")
         execute(database, "UPDATE codes SET code = '2' WHERE id = 2")
         assert scene.pipeline.ask("dead-letters", "replay", "shop.numbers").returncode == 0
-        waiting = Letters(scene.settings.log.path, TableId("shop", "numbers"))
-        assert eventually(lambda: waiting.asked is None)
+        waiting = DeadLetterStore(scene.settings.log.path, TableId("shop", "numbers"))
+        assert eventually(lambda: waiting.replay_requested_at is None)
         assert_settled(scene, applying)
         assert found(applying) == {("shop", "numbers"): [{"id": 1, "code": 1}, {"id": 2, "code": 2}]}
 

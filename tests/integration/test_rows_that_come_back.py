@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tailrace.deadletters.store import Letters
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import read_status
@@ -40,7 +40,7 @@ def published(database: str, folder: Path) -> Scene:
 
 def larges(applying: Local) -> dict[int, str]:
     """The large values in the lake, by the letter that each is made of."""
-    found: list[dict[str, Any]] = rows_of(life(applying, "t").place.path).to_pylist()
+    found: list[dict[str, Any]] = rows_of(life(applying, "t").location.path).to_pylist()
     assert all(len(row["large"]) == 4000 for row in found), "none is missing, nor half of another"
     return {row["id"]: row["large"][0] for row in found}
 
@@ -48,7 +48,7 @@ def larges(applying: Local) -> dict[int, str]:
 def assert_live(scene: Scene, applying: Local) -> None:
     assert scene.settled(applying), life(applying, "t").error
     wait_for_state(applying, "t", TableState.LIVE, seconds=LOADED_SECONDS_MAX)
-    assert not life(applying, "t").mixed
+    assert not life(applying, "t").ahead_of_position
 
 
 def test_a_row_that_enters_a_publication_s_condition_is_read_from_the_source(database: str, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_row_is_not_read_under_names_that_are_other_columns_by_now(database: s
         with scene.loader() as applying:
             assert eventually(lambda: life(applying, "t").last_load is not None, seconds=LOADED_SECONDS_MAX)
             assert_live(scene, applying)
-            rows = rows_of(life(applying, "t").place.path).to_pylist()
+            rows = rows_of(life(applying, "t").location.path).to_pylist()
             assert {row["id"]: (row["state"][0], row["large"]) for row in rows} == {
                 11: ("a", "closed"),
                 20: ("b", "open"),
@@ -122,6 +122,6 @@ def test_where_letters_are_kept_such_a_row_is_one_and_a_replay_reads_it(database
         (letter,) = json.loads(scene.pipeline.ask("dead-letters", "list", "--json").stdout)["letters"]
         assert letter["code"] == "base-row-missing"
         assert scene.pipeline.ask("dead-letters", "replay").returncode == 0
-        waiting = Letters(scene.settings.log.path, TableId("public", "t"))
-        assert eventually(lambda: waiting.asked is None, seconds=LOADED_SECONDS_MAX)
+        waiting = DeadLetterStore(scene.settings.log.path, TableId("public", "t"))
+        assert eventually(lambda: waiting.replay_requested_at is None, seconds=LOADED_SECONDS_MAX)
         assert larges(applying) == {11: "a", 20: "b"}

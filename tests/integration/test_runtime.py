@@ -15,7 +15,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from tailrace.capture.postgres.chunks import Cut
+from tailrace.capture.postgres.chunks import ChunkKind
 from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import (
@@ -31,8 +31,8 @@ from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observers import Fact, Lost, SnapshotBegun, SnapshotEnded
-from tailrace.runtime.output_batch import Batch, Kind, Limits, Transactions
-from tailrace.runtime.position_store import NUMBERS_PASSED
+from tailrace.runtime.output_batch import Batch, BatchKind, Limits, Transactions
+from tailrace.runtime.position_store import SEQS_SKIPPED
 from tailrace.runtime.runtime_state import State
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.state.schema_history import MemorySchemaHistory
@@ -102,7 +102,7 @@ def ended(facts: list[Fact]) -> list[SnapshotEnded]:
     return [fact for fact in facts if isinstance(fact, SnapshotEnded)]
 
 
-def kinds(batches: list[Batch]) -> set[Kind]:
+def kinds(batches: list[Batch]) -> set[BatchKind]:
     return {batch.kind for batch in batches}
 
 
@@ -121,7 +121,7 @@ def test_a_snapshot_and_the_stream_make_a_mirror_while_others_write(
     first = CdcRuntime(source, store, history, snapshot_tables=(PAIRS, ITEMS), limits=limits)
     with writing(source):
         first.start()
-        assert kinds(drive(first, mirror, lambda: first.rows_committed > 1000)) == {Kind.SNAPSHOT}
+        assert kinds(drive(first, mirror, lambda: first.rows_committed > 1000)) == {BatchKind.SNAPSHOT}
         first.force_stop()
         acknowledged = mirror.rows
         heard: list[Fact] = []
@@ -133,7 +133,7 @@ def test_a_snapshot_and_the_stream_make_a_mirror_while_others_write(
         seen = {
             (event.table, *(event.key or {}).values())
             for batch in again
-            if batch.kind is Kind.SNAPSHOT
+            if batch.kind is BatchKind.SNAPSHOT
             for event in batch.events()
         }
         assert seen, "there was a rest"
@@ -141,7 +141,7 @@ def test_a_snapshot_and_the_stream_make_a_mirror_while_others_write(
         mirror.forget()
         wanted = {second.control.snapshot(PAIRS), second.control.snapshot(ITEMS)}
         found = drive(second, mirror, lambda: wanted <= {fact.id for fact in ended(heard)})
-        assert kinds(found) == {Kind.SNAPSHOT, Kind.STREAM}
+        assert kinds(found) == {BatchKind.SNAPSHOT, BatchKind.STREAM}
     drive(second, mirror, reached(second, source))
     assert mirror.of(ITEMS) == rows_of(source, ITEMS)
     assert mirror.of(PAIRS) == rows_of(source, PAIRS)
@@ -176,7 +176,7 @@ def test_a_snapshot_whose_key_a_rule_hides_goes_on_behind_it_and_the_stream_is_h
     assert [event.values["number"] for event in events] == wanted
     seqs = [event.seq for event in events]
     assert seqs == sorted(seqs)
-    assert [seq % NUMBERS_PASSED for seq in seqs] == list(range(201)), "where it went on, numbers were passed over"
+    assert [seq % SEQS_SKIPPED for seq in seqs] == list(range(201)), "where it went on, numbers were passed over"
     assert all(event.values["name"][:5] == b"\x02\x03new" and b"plain" not in event.values["name"] for event in events)
 
 
@@ -238,7 +238,7 @@ def test_a_snapshot_goes_on_behind_a_key_of_any_year(source: PostgresCapture, st
         batch = runtime.poll(5.0)
         while not batch.rows:
             batch = runtime.poll(5.0)
-        assert batch.kind is Kind.SNAPSHOT
+        assert batch.kind is BatchKind.SNAPSHOT
         seen += [tuple(event.values.values()) for event in batch.events()]
         runtime.commit(batch.ack)
         runtime.force_stop()
@@ -327,7 +327,7 @@ def test_what_a_condition_does_not_find_is_the_tables_only_if_the_table_was_chan
 ) -> None:
     sql(source, "insert into items values (1, 'x', 0)")
     source.prepare(None)
-    plan = source.plan(ITEMS, Cut.KEY, source.scan_chunk_bytes)
+    plan = source.plan(ITEMS, ChunkKind.KEY, source.scan_chunk_bytes)
     reader = source.chunk_reader(60.0, ZERO)
     if altered:
         sql(source, "alter table items rename n to m")
@@ -387,7 +387,7 @@ def test_a_snapshot_of_which_nothing_is_left_is_over_for_the_next_start_too(
     for key, tables in (("rows last", (LOOSE, ITEMS)), ("nothing last", (ITEMS, LOOSE))):
         runtime = CdcRuntime(source, store, key=key, snapshot_tables=tables)
         runtime.start()
-        while (batch := runtime.poll()).kind is not Kind.EMPTY:
+        while (batch := runtime.poll()).kind is not BatchKind.EMPTY:
             runtime.commit(batch.ack)
             if tables[-1] == ITEMS and runtime.rows_committed == 300:
                 break
@@ -455,7 +455,7 @@ def test_lesson_9_a_paused_runtime_still_answers_the_server(
         sql(source, "insert into items values (2, 'x', 0)")
         until = time.monotonic() + 1.5 * KEEPALIVE_SECONDS
         while time.monotonic() < until:
-            assert runtime.poll().kind is Kind.EMPTY
+            assert runtime.poll().kind is BatchKind.EMPTY
         runtime.control.resume()
         drive(runtime, mirror, lambda: len(mirror.rows) == 2)
         assert runtime.progress.reconnects == 0

@@ -18,7 +18,7 @@ from tailrace.model.event import Event, Nothing
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.output_batch import Batch, Kind, Limits
+from tailrace.runtime.output_batch import Batch, BatchKind, Limits
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tests.support.served import Mirror, drive, reached, rows_of, sql
 
@@ -56,7 +56,7 @@ def store() -> MemoryCheckpointStore:
     return MemoryCheckpointStore()
 
 
-def events(batches: list[Batch], kind: Kind) -> list[Event]:
+def events(batches: list[Batch], kind: BatchKind) -> list[Event]:
     return [event for batch in batches if batch.kind is kind for event in batch.events()]
 
 
@@ -108,11 +108,11 @@ def test_lesson_18_a_snapshot_of_several_tables_agrees_with_the_log_at_one_state
         runtime.start()
         stated = runtime.position
         batches = drive(runtime, mirror, lambda: runtime.control.status().snapshot is None)
-    read = events(batches, Kind.SNAPSHOT)
+    read = events(batches, BatchKind.SNAPSHOT)
     assert keys(read, LEFT) == keys(read, RIGHT), "of one moment"
     assert {event.position for event in read} == {str(stated)}
     batches += drive(runtime, mirror, reached(runtime, source))
-    streamed = events(batches, Kind.STREAM)
+    streamed = events(batches, BatchKind.STREAM)
     assert streamed, "somebody wrote while it was read"
     assert all(Lsn.parse(event.position or "") > stated for event in streamed)
     for table in (LEFT, RIGHT):
@@ -174,8 +174,8 @@ def test_lesson_20_odd_values_are_kept_or_mapped_by_a_stated_rule_and_read_and_s
     batches = drive(runtime, mirror, lambda: runtime.rows_committed == 4)
     sql(source, "update odd set id = id + 10")
     batches += drive(runtime, mirror, reached(runtime, source))
-    read = {event.values["id"]: event for event in events(batches, Kind.SNAPSHOT)}
-    streamed = {event.values["id"] - 10: event for event in events(batches, Kind.STREAM) if event.after}
+    read = {event.values["id"]: event for event in events(batches, BatchKind.SNAPSHOT)}
+    streamed = {event.values["id"] - 10: event for event in events(batches, BatchKind.STREAM) if event.after}
     assert sorted(read) == sorted(streamed) == [1, 2, 3, 4]
     for key, event in read.items():
         assert not event.unfit
@@ -200,7 +200,7 @@ def test_lesson_20_a_value_that_does_not_fit_is_told_in_the_stream_and_refused_i
     runtime, mirror = CdcRuntime(source, store), Mirror()
     runtime.start()
     sql(source, "insert into odd (id, money) values (1, 'NaN'), (2, 3)")
-    found = events(drive(runtime, mirror, reached(runtime, source)), Kind.STREAM)
+    found = events(drive(runtime, mirror, reached(runtime, source)), BatchKind.STREAM)
     assert [event.unfit for event in found] == [{"money": "NaN"}, {}]
     assert isinstance(found[0].row_write(), Nothing)
     assert [row["id"] for row in mirror.of(ODD)] == [2]

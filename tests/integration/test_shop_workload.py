@@ -11,7 +11,7 @@ import pytest
 from psycopg.rows import TupleRow
 
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.demo.shop import KINDS, LARGE_BYTES_MIN, SCHEMA_SQL, TABLES, Workload, seed
+from tailrace.demo.shop import LARGE_BYTES_MIN, OPERATIONS, SCHEMA_SQL, TABLES, Workload, load_first_rows
 
 Connection = psycopg.Connection[TupleRow]
 SETTLE_SECONDS_MAX = 240.0
@@ -28,7 +28,7 @@ def shop(server: EmbeddedPostgres) -> Iterator[Connection]:
     with server.connect() as connection:
         connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
         connection.execute(SCHEMA_SQL)
-        seed(connection, scale=0.2)
+        load_first_rows(connection, scale=0.2)
         yield connection
 
 
@@ -46,8 +46,8 @@ def run_until(workload: Workload, operations: int) -> None:
 
 def test_every_kind_of_transaction_happens(server: EmbeddedPostgres, shop: Connection) -> None:
     workload = Workload(server.url(), transactions_per_second=400)
-    run_until(workload, 2 * len(KINDS))
-    assert {kind for kind, count in workload.counts.items() if count > 0} == set(KINDS)
+    run_until(workload, 2 * len(OPERATIONS))
+    assert {kind for kind, count in workload.counts.items() if count > 0} == set(OPERATIONS)
 
 
 def test_what_it_does_is_seen_in_the_servers_log_of_changes(server: EmbeddedPostgres, shop: Connection) -> None:
@@ -112,7 +112,7 @@ def test_the_large_values_are_out_of_line(shop: Connection) -> None:
 def test_the_first_rows_are_a_few_thousand(server: EmbeddedPostgres, shop: Connection) -> None:
     names = ", ".join(f"{schema}.{table}" for schema, table in TABLES)
     shop.execute(f"TRUNCATE {names}".encode())
-    seed(shop)
+    load_first_rows(shop)
     counts = {table: rows(shop, f"SELECT count(*) FROM {schema}.{table}")[0][0] for schema, table in TABLES}
     assert counts == {"customers": 1000, "products": 400, "orders": 2000, "order_items": 4000}
 
@@ -127,7 +127,7 @@ def test_the_same_seed_gives_the_same_rows(server: EmbeddedPostgres, shop: Conne
     def after_a_run() -> list[list[TupleRow]]:
         shop.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
         shop.execute(SCHEMA_SQL)
-        seed(shop, scale=0.1)
+        load_first_rows(shop, scale=0.1)
         workload = Workload(server.url(), transactions_per_second=2000, random_seed=3, operations_max=200)
         run_until(workload, 200)
         return [rows(shop, f"SELECT t::text FROM {schema}.{table} t ORDER BY 1") for schema, table in TABLES]

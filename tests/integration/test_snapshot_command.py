@@ -19,7 +19,7 @@ from tailrace.pipeline.loads import load_scheduler
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import measure
 from tailrace.tables.delta.table import DeltaRsTable
-from tailrace.tasks.load_store import Hold, LoadMode, Seeds, Wish
+from tailrace.tasks.load_store import LoadHold, LoadMode, LoadRequest, LoadStore
 from tailrace.tasks.work import ChunkWork
 from tests.support.loads import Local, Scene, life, once, wait_for_state
 from tests.support.pipelines import eventually, execute
@@ -50,8 +50,8 @@ def pause(scene: Scene) -> None:
 
 def rows(applying: Local, **values: int) -> list[int]:
     """The ids of the lake table's rows that have these values."""
-    path = life(applying, "things").place.path
-    files = DeltaRsTable(path, applying.lives.log.log_id).files()
+    path = life(applying, "things").location.path
+    files = DeltaRsTable(path, applying.registry.log.log_id).files()
     found = [row for file in files for row in pq.read_table(path / file).to_pylist()]
     return sorted(row["id"] for row in found if values.items() <= row.items())
 
@@ -94,7 +94,7 @@ def test_a_reader_never_sees_half_a_table(filled: str, tmp_path: Path) -> None:
             applying.before, before = once(write, at=4), len(applying.chunks)
             behind_our_back(filled, applying, "UPDATE things SET pad = 'other' WHERE id % 2 = 0")
             ask(scene, "public.things", "--mode", mode)
-            assert eventually(lambda: not Seeds(scene.settings.log.path).wishes())
+            assert eventually(lambda: not LoadStore(scene.settings.log.path).requests())
             scene.assert_equal(applying, "things")
             assert len(applying.chunks) > before + 4, "all of it was read again, and written to meanwhile"
     assert seen == {1500}
@@ -114,12 +114,12 @@ def test_a_part_is_read_again_and_only_that_and_what_is_deleted_goes(filled: str
         said = ask(scene, "public.things", "--where", "id <= 100 -- the first")
         assert "rows that fulfil the condition are read again" in said
         assert "takes it up within a second" in said
-        assert eventually(lambda: not Seeds(scene.settings.log.path).wishes())
+        assert eventually(lambda: not LoadStore(scene.settings.log.path).requests())
         assert scene.settled(applying)
         assert rows(applying) == list(range(1, 1401))
         assert rows(applying, x=7) == list(range(1, 101))
         ask(scene, "public.things")
-        assert eventually(lambda: not Seeds(scene.settings.log.path).wishes())
+        assert eventually(lambda: not LoadStore(scene.settings.log.path).requests())
         scene.assert_equal(applying, "things")
 
 
@@ -133,10 +133,10 @@ def test_a_part_that_is_read_again_leaves_no_change_of_the_rest_out(filled: str,
             ask(scene, "public.things", "--where", "id <= 10")
             assert eventually(lambda: len(applying.chunks) > before)
             execute(filled, "UPDATE things SET x = 2 WHERE id IN (6, 51)")
-            assert eventually(lambda: any(load.landing for load in applying.loading._loads.values()))
+            assert eventually(lambda: any(load.committing for load in applying.load_scheduler._loads.values()))
             time.sleep(0.5)  # until it waits for the table
         scene.assert_equal(applying, "things")
-        assert not Seeds(scene.settings.log.path).wishes()
+        assert not LoadStore(scene.settings.log.path).requests()
 
 
 def test_what_is_asked_while_nothing_runs_is_done_at_the_next_start(filled: str, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_what_is_asked_while_nothing_runs_is_done_at_the_next_start(filled: str,
 def test_a_table_that_others_wrote_to_is_loaded_over_it(filled: str, tmp_path: Path) -> None:
     with Scene(tmp_path, filled) as scene, scene.loader() as applying:
         scene.assert_equal(applying, "things")
-        DeltaTable(str(life(applying, "things").place.path)).delete("id < 500")
+        DeltaTable(str(life(applying, "things").location.path)).delete("id < 500")
         execute(filled, "UPDATE things SET x = 1 WHERE id = 700")
         wait_for_state(applying, "things", TableState.FAILED)
         ask(scene, "public.things")
@@ -167,7 +167,7 @@ def test_a_first_load_that_is_stopped_leaves_the_table_unloaded_until_it_is_aske
     with Scene(tmp_path, filled) as scene:
         with scene.loader(before=once(lambda: stop(scene), at=3)) as applying:
             wait_for_state(applying, "things", TableState.PAUSED)
-            assert eventually(lambda: life(applying, "things").load is None)
+            assert eventually(lambda: life(applying, "things").load_status is None)
         with scene.loader() as applying:
             wait_for_state(applying, "things", TableState.PAUSED)
             assert not eventually(lambda: bool(applying.chunks), seconds=2)
@@ -180,7 +180,7 @@ def test_a_table_asked_for_and_stopped_before_its_first_load_stays_unloaded(fill
         ask(scene, "public.things")
         with scene.loader(before=once(lambda: stop(scene), at=3)) as applying:
             wait_for_state(applying, "things", TableState.PAUSED)
-            assert eventually(lambda: life(applying, "things").load is None)
+            assert eventually(lambda: life(applying, "things").load_status is None)
             read = len(applying.chunks)
             assert not eventually(lambda: len(applying.chunks) > read, seconds=2)
 
@@ -203,9 +203,9 @@ def test_a_load_is_paused_for_long_and_the_table_is_changed_meanwhile(
 def test_a_part_of_a_table_is_read_again(filled: str, tmp_path: Path) -> None:
     with Scene(tmp_path, filled) as scene, scene.loader() as applying:
         scene.assert_equal(applying, "things")
-        seeds = Seeds(scene.settings.log.path)
-        seeds.wish(Wish(table=TableId("public", "things"), mode=LoadMode.REFRESH, where="id < 300"))
-        assert eventually(lambda: not seeds.wishes())
+        seeds = LoadStore(scene.settings.log.path)
+        seeds.add_request(LoadRequest(table=TableId("public", "things"), mode=LoadMode.REFRESH, where="id < 300"))
+        assert eventually(lambda: not seeds.requests())
         scene.assert_equal(applying, "things")
 
 
@@ -213,39 +213,39 @@ def test_a_condition_that_names_what_is_not_there_is_said_to_and_nothing_is_stuc
     """Whether it was mistyped, or what it names has gone since it was asked for."""
     with Scene(tmp_path, filled) as scene, scene.loader() as applying:
         scene.assert_equal(applying, "things")
-        seeds = Seeds(scene.settings.log.path)
+        seeds = LoadStore(scene.settings.log.path)
         refused = scene.pipeline.ask("snapshot", "public.things", "--where", "xx = 1")
         assert refused.returncode == ExitCode.CONFIG
         assert 'column "xx" does not exist' in refused.stderr
-        assert not seeds.wishes()
-        seeds.wish(Wish(table=TableId("public", "things"), where="id in (select id from public.gone)"))
-        assert eventually(lambda: not seeds.wishes())
-        assert 'relation "public.gone" does not exist' in (life(applying, "things").trouble or "")
+        assert not seeds.requests()
+        seeds.add_request(LoadRequest(table=TableId("public", "things"), where="id in (select id from public.gone)"))
+        assert eventually(lambda: not seeds.requests())
+        assert 'relation "public.gone" does not exist' in (life(applying, "things").reload_error or "")
         execute(filled, "UPDATE things SET x = 5 WHERE id = 1")
         scene.assert_equal(applying, "things")
 
 
 def test_a_load_is_paused_and_resumed_and_stopped(filled: str, tmp_path: Path) -> None:
     things = TableId("public", "things")
-    seeds = Seeds(tmp_path / "changes")
+    seeds = LoadStore(tmp_path / "changes")
 
-    def hold(how: Hold) -> None:
-        seeds.hold(things, how)
-        assert eventually(lambda: things in applying.loading._under_way.held), "it is obeyed"
+    def hold(how: LoadHold) -> None:
+        seeds.set_hold(things, how)
+        assert eventually(lambda: things in applying.load_scheduler._under_way.holds), "it is obeyed"
 
     with Scene(tmp_path, filled) as scene:
-        with scene.loader(before=once(lambda: hold(Hold.PAUSED), at=4)) as applying:
+        with scene.loader(before=once(lambda: hold(LoadHold.PAUSED), at=4)) as applying:
             wait_for_state(applying, "things", TableState.PAUSED)
             read = len(applying.chunks)
         with scene.loader() as applying:
             wait_for_state(applying, "things", TableState.PAUSED)
             assert not eventually(lambda: bool(applying.chunks), seconds=1.5), "paused across a restart"
-            seeds.hold(things, None)
+            seeds.set_hold(things, None)
             scene.assert_equal(applying, "things")
             total = len(applying.chunks) + read
-        with scene.loader(before=once(lambda: hold(Hold.STOPPED), at=4)) as applying:
-            seeds.wish(Wish(table=things))
-            assert eventually(lambda: not seeds.wishes() and not seeds.held())
+        with scene.loader(before=once(lambda: hold(LoadHold.STOPPED), at=4)) as applying:
+            seeds.add_request(LoadRequest(table=things))
+            assert eventually(lambda: not seeds.requests() and not seeds.holds())
             scene.assert_equal(applying, "things")
             assert len(applying.chunks) < total
     assert not list((tmp_path / "changes" / "seed").glob("*/plan.json"))
@@ -253,7 +253,7 @@ def test_a_load_is_paused_and_resumed_and_stopped(filled: str, tmp_path: Path) -
 
 def told(scene: Scene, applying: Local) -> str | None:
     """Why the table stands still, as `tailrace run` sees it a few times a second."""
-    (table,) = measure(scene.settings, applying.lives, applying._source, None).tables
+    (table,) = measure(scene.settings, applying.registry, applying._source, None).tables
     return table.reason
 
 
@@ -265,7 +265,7 @@ def test_a_table_that_has_failed_says_why_also_after_a_load_of_it_was_stopped(fi
         wait_for_state(applying, "things", TableState.FAILED)
         applying.before = once(lambda: stop(scene), at=4)
         ask(scene, "public.things")
-        assert eventually(lambda: things in applying.loading._loads)
+        assert eventually(lambda: things in applying.load_scheduler._loads)
         wait_for_state(applying, "things", TableState.FAILED)
         assert told(scene, applying) == "schema-changed"
 
@@ -300,8 +300,8 @@ def test_a_table_that_has_failed_is_tried_again_without_a_restart(database: str,
         (tmp_path / "away").rename(lake)
         looks = 3 * load_scheduler.TABLES_SECONDS
         assert not eventually(lambda: life(applying, "t").state is not TableState.FAILED, seconds=looks), "by itself"
-        applying.lives.seeds.retry(life(applying, "t").table)
+        applying.registry.load_store.request_retry(life(applying, "t").table)
         wait_for_state(applying, "t", TableState.LIVE)
         scene.assert_equal(applying, "t")
-        assert applying.lives.seeds.retries() == []
+        assert applying.registry.load_store.retry_requests() == []
         assert len(applying.chunks) == 1, "it goes on from where it stood"

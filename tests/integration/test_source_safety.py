@@ -13,9 +13,9 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import ConfigError, SourceRefused
 from tailrace.model.schema import TableId
-from tailrace.pipeline.capture.log_capture import Capturing
+from tailrace.pipeline.capture.log_capture import LogCapture
 from tailrace.pipeline.config.settings import load_settings
-from tailrace.spark.datasource.option_values import in_options
+from tailrace.spark.datasource.option_values import as_option_error
 from tests.support.pipelines import Pipeline, eventually, execute
 
 SLOT_IS_MADE = "select from pg_stat_activity where datname = current_database() and query like 'CREATE_REPLICATION%'"
@@ -54,7 +54,7 @@ def test_the_application_can_update_and_delete_in_every_table_that_is_captured(d
     capture.prepare(None)
     for name in names:
         execute(database, f"INSERT INTO {name} VALUES (1)", f"UPDATE {name} SET id = 2", f"DELETE FROM {name}")
-    published = {table.name: publications for table, publications in capture.published().items()}
+    published = {table.name: publications for table, publications in capture.publications_by_table().items()}
     told = {"parent", "good"}
     assert {name for name, where in published.items() if where == {"mine"}} == told
     assert {name for name, where in published.items() if where == {"mine_inserts"}} == set(names) - told
@@ -65,7 +65,7 @@ def test_a_child_that_is_not_wanted_is_not_published_with_its_parent(database: s
     execute(database, "CREATE TABLE parent (id int PRIMARY KEY)", "CREATE TABLE child () INHERITS (parent)")
     capture = capture_of(database, "parent")
     capture.prepare(None)
-    assert set(capture.published()) == {TableId("public", "parent")}
+    assert set(capture.publications_by_table()) == {TableId("public", "parent")}
     execute(database, "INSERT INTO parent VALUES (1)", "INSERT INTO child VALUES (2)")
     assert rows_of(database, "parent") == [{"id": 1}]
     capture.drop()
@@ -76,14 +76,14 @@ def test_who_asks_for_no_table_at_all_is_refused_and_nothing_is_made_or_unpublis
     nobody = capture_of(database, "nobody")
     with pytest.raises(ConfigError, match="no table at the source matches") as caught:
         nobody.prepare(None)
-    assert in_options(caught.value).hint == "Look at the option `tables`, case included."
+    assert as_option_error(caught.value).hint == "Look at the option `tables`, case included."
     with psycopg.connect(database) as connection:
         assert connection.execute("SELECT count(*) FROM pg_publication").fetchone() == (0,)
     capture = capture_of(database, "t")
     capture.prepare(None)
     with pytest.raises(ConfigError, match="no table at the source matches"):
         nobody.prepare(None)
-    assert set(capture.published()) == {TableId("public", "t")}, "what was published goes on"
+    assert set(capture.publications_by_table()) == {TableId("public", "t")}, "what was published goes on"
     capture.drop()
 
 
@@ -165,7 +165,7 @@ def test_what_nobody_foresaw_beside_a_capture_ends_it(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
-    capturing = Capturing(load_settings(Pipeline(tmp_path, database).file), until_caught_up=False)
+    capturing = LogCapture(load_settings(Pipeline(tmp_path, database).file), until_caught_up=False)
 
     def broken() -> None:
         raise ZeroDivisionError

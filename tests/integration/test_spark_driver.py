@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tailrace.spark.writers.merge_table import BROADCAST_ROWS_MAX
-from tailrace.tables.spec import PLAIN, Form, Origin, TableMode
+from tailrace.tables.spec import PLAIN_MIRROR, LoadOrigin, TableMode, TableSpec
 from tailrace.tasks.work import advance_table
 from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, record_batches, truncate, update
 from tests.support.engines import only_spark, open_table, session, spark_engine
@@ -27,7 +27,7 @@ pytestmark = only_spark
 BIG = ("big",)
 RESULT_BYTES_MAX = 4096
 """Of one task: counts, and the names of files."""
-ORIGIN = Origin(seq=START.seq, position="0/0", read_at=0)
+ORIGIN = LoadOrigin(seq=START.seq, position="0/0", read_at=0)
 
 
 @dataclass
@@ -102,7 +102,7 @@ def apply(
     folder: Path,
     patch: pytest.MonkeyPatch,
     rows: Sequence[Change],
-    form: Form = PLAIN,
+    form: TableSpec = PLAIN_MIRROR,
     *,
     there: int = 5,
     schema: Any = SHOP,
@@ -110,30 +110,30 @@ def apply(
     """Changes of a real log into a table of so many rows, as a pipeline has it done."""
     folder.mkdir(exist_ok=True)
     work = stretch(folder, schema, [rows], form)
-    table = open_table(work.place.path, work.place.log_id, form)
+    table = open_table(work.location.path, work.location.log_id, form)
     held = [{"id": i, "name": f"n{i}", "big": f"large {i}", "n": i} for i in range(there)]
     held = held if schema.key else [{"a": 1, "b": "x"}] * there
     table.load(schema, record_batches(schema, held), START, origin=ORIGIN)
     with watched(patch) as driver:
-        (done,) = spark_engine().run(advance_table, [replace(work, place=replace(work.place, engine="spark"))])
+        (done,) = spark_engine().run(advance_table, [replace(work, location=replace(work.location, engine="spark"))])
     assert (done.error, done.rows, done.version) == (None, len(rows), 1)
-    assert table.cursor() == work.cursor
+    assert table.applied_position() == work.position_after
     return driver
 
 
-def some(form: Form) -> list[Change]:
+def some(form: TableSpec) -> list[Change]:
     rows = [update(1, n=1, unchanged=BIG), delete(2), *move(3, 33, unchanged=BIG), insert(6)]
-    return [*rows, *([truncate()] if form.retains else [])]
+    return [*rows, *([truncate()] if form.keeps_past else [])]
 
 
-FORMS = [PLAIN, Form(soft_delete=True), Form(mode=TableMode.HISTORY), Form(mode=TableMode.APPEND)]
+FORMS = [PLAIN_MIRROR, TableSpec(soft_delete=True), TableSpec(mode=TableMode.HISTORY), TableSpec(mode=TableMode.APPEND)]
 CASES = [(SHOP, form, some(form)) for form in FORMS]
-CASES += [(KEYLESS, PLAIN, [delete({"a": 1, "b": "x"}), insert({"a": 2, "b": "y"})])]
+CASES += [(KEYLESS, PLAIN_MIRROR, [delete({"a": 1, "b": "x"}), insert({"a": 2, "b": "y"})])]
 
 
 @pytest.mark.parametrize(("schema", "form", "rows"), CASES, ids=[*map(str, FORMS), "keyless"])
 def test_a_row_is_never_handed_to_the_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schema: Any, form: Form, rows: list[Change]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schema: Any, form: TableSpec, rows: list[Change]
 ) -> None:
     driver = apply(tmp_path, monkeypatch, rows, form, schema=schema)
     assert max(driver.rows, default=0) <= 1, "counts, and nothing else"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tailrace.errors import TableFailed
-from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tables.compaction_plan import UpkeepPlan
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.fold.fold import fold
-from tailrace.tables.spec import Form, TableMode
+from tailrace.tables.spec import TableMode, TableSpec
 from tailrace.tables.staging import StagedFile, stage
 from tests.support.changes import KEYLESS, SHOP, changes, delete, insert, move, record_batches, truncate, update
 from tests.support.engines import only_spark, open_table, session
@@ -22,7 +22,7 @@ from tests.support.pipelines import Pipeline, execute
 
 pytestmark = only_spark
 
-HISTORY = Form(mode=TableMode.HISTORY, metadata=("_op",))
+HISTORY = TableSpec(mode=TableMode.HISTORY, metadata=("_op",))
 FILE_BYTES = 64 << 10
 
 
@@ -59,12 +59,12 @@ def test_each_engine_goes_on_with_the_other_s_table(tmp_path: Path) -> None:
         applied = table.apply(SHOP, fold(SHOP, changes(SHOP, *rows)), at(number * 10), at(number * 10 + 10))
         assert (applied.committed, applied.version) == (True, number + 1)
         for engine in engines:
-            assert (engine.cursor(), engine.shape()) == (at(number * 10 + 10), SHOP)
+            assert (engine.applied_position(), engine.schema()) == (at(number * 10 + 10), SHOP)
     assert by_id(content(path, SHOP)) == {11: "large 1", 4: "large 4", 5: "large 5", 6: "six", 33: "large 3"}
 
 
-@pytest.mark.parametrize("form", [Form(soft_delete=True, metadata=("_op", "_seq", "_tx")), HISTORY], ids=str)
-def test_a_table_of_any_form_goes_on_with_either(tmp_path: Path, form: Form) -> None:
+@pytest.mark.parametrize("form", [TableSpec(soft_delete=True, metadata=("_op", "_seq", "_tx")), HISTORY], ids=str)
+def test_a_table_of_any_form_goes_on_with_either(tmp_path: Path, form: TableSpec) -> None:
     path = tmp_path / "t"
     by = [DeltaRsTable(path, LOG, form), open_table(path, LOG, form)]
     rows = [{"id": i, "name": "begun", "big": f"large {i}", "n": i} for i in (1, 2, 3)]
@@ -92,12 +92,12 @@ def test_small_files_are_joined_and_the_position_stays(tmp_path: Path) -> None:
     for number in range(10):
         files += stage(path, f"load-{number}", SHOP, record_batches(SHOP, [{"id": number, "big": str(number)}]))
     table = open_table(path, LOG)
-    table.land(SHOP, files, at(0))
-    tended = table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=None), at(0))
-    assert (tended.joined, tended.made, len(table.files())) == (10, 1, 1)
+    table.commit_load(SHOP, files, at(0))
+    tended = table.compact(UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=None), at(0))
+    assert (tended.files_compacted, tended.files_written, len(table.files())) == (10, 1, 1)
     for engine in (table, DeltaRsTable(path, LOG)):
-        assert (engine.cursor(), engine.rows()) == (at(0), 10)
-    assert table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=3600.0), at(0)).joined == 0
+        assert (engine.applied_position(), engine.rows()) == (at(0), 10)
+    assert table.compact(UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=3600.0), at(0)).files_compacted == 0
     assert by_id(content(path, SHOP)) == {number: str(number) for number in range(10)}
 
 

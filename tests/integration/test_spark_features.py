@@ -15,7 +15,7 @@ from tailrace import tables_at
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tables.compaction_plan import UpkeepPlan
 from tailrace.tables.delta.commit_log import actions_of
 from tailrace.tables.delta.features import Features
 from tailrace.tables.delta.table import DeltaRsTable
@@ -70,7 +70,7 @@ def test_rows_that_change_get_a_vector_and_their_file_stays(tmp_path: Path) -> N
     assert by_id(read(tmp_path)) == by_id(content(tmp_path, SHOP)) == expected
     assert table.rows() == len(expected) == DeltaRsTable(tmp_path, LOG, features=VECTORS).rows()
     with pytest.raises(TableUnusable, match="deletionVectors") as refused:
-        DeltaRsTable(tmp_path, LOG).cursor()
+        DeltaRsTable(tmp_path, LOG).applied_position()
     assert "tables.engine: spark" in refused.value.hint
     assert pl.read_delta(str(tmp_path)).height == len(expected), "Polars reads vectors"
 
@@ -92,7 +92,7 @@ def test_columns_are_renamed_dropped_and_added_and_no_file_is_touched(tmp_path: 
     for step, recast in enumerate(steps):
         shape = recast.schema
         assert table.evolve(recast, at(0)).committed
-        assert (table.version(), table.files(), table.shape()) == (step + 1, files, shape)
+        assert (table.version(), table.files(), table.schema()) == (step + 1, files, shape)
         assert not [action for action in newest(tmp_path, table) if {"add", "remove"} & set(action)]
         assert not table.evolve(recast, at(0)).committed, "it is so already"
     assert read(tmp_path) == [{"id": row["id"], "big": row["n"], "n": row["big"], "name": None} for row in MANY[:5]], (
@@ -113,7 +113,7 @@ def test_what_changes_values_is_written_anew(tmp_path: Path) -> None:
     fresh = Column(name="at", source_type="timestamp", type=pa.timestamp("us"))
     shape = replace(SHOP, columns=(*SHOP.columns[:3], replace(SHOP.columns[3], type=pa.int64()), fresh))
     filled = (("at", pa.scalar(1_000_000, pa.timestamp("us"))),)
-    table.evolve(Recast(schema=shape, added=("at",), filled=filled), at(10))
+    table.evolve(Recast(schema=shape, added=("at",), backfilled=filled), at(10))
     assert {(row["n"], row["at"].year) for row in read(tmp_path)} == {(n, 1970) for n in (1, 3, 4, 5)}
     apply(table, 10, truncate(), insert(9, big="nine"), schema=shape)
     assert by_id(read(tmp_path)) == by_id(content(tmp_path, shape)) == {9: "nine"}
@@ -126,7 +126,7 @@ def test_files_with_vectors_are_joined_without_the_rows_that_went(tmp_path: Path
         rows = [{"id": number * 10 + i, "big": f"{number}.{i}"} for i in range(10)]
         files += stage(tmp_path, f"load-{number}", SHOP, record_batches(SHOP, rows))
     table = open_table(tmp_path, LOG, features=BOTH)
-    table.land(SHOP, files, at(0))
+    table.commit_load(SHOP, files, at(0))
     renamed = replace(SHOP, columns=(SHOP.columns[0], replace(SHOP.columns[1], name="title"), *SHOP.columns[2:]))
     table.evolve(Recast(schema=renamed, renamed=(("name", "title"),)), at(0))
     apply(table, 0, *(delete(number * 10 + 3) for number in range(10)), update(0, big="x", title="t"), schema=renamed)
@@ -138,12 +138,21 @@ def test_files_with_vectors_are_joined_without_the_rows_that_went(tmp_path: Path
     assert java is not None
     java.org.apache.spark.sql.delta.DeltaLog.forTable(session()._jsparkSession, str(tmp_path)).checkpoint()
     assert table.rows() == 90, "the list of files tells of the vectors, too"
-    tended = table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=None), at(10))
-    assert (tended.joined >= 10, tended.made, table.cursor(), table.rows()) == (True, 1, at(10), 90)
+    tended = table.compact(UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=None), at(10))
+    assert (tended.files_compacted >= 10, tended.files_written, table.applied_position(), table.rows()) == (
+        True,
+        1,
+        at(10),
+        90,
+    )
     assert by_id(read(tmp_path)) == by_id(content(tmp_path, renamed)) == before
-    assert table.tend(Upkeep(file_bytes=None, remove_after_seconds=0.0), at(10)).removed >= 10 + len(vectors)
+    assert table.compact(UpkeepPlan(file_bytes=None, remove_after_seconds=0.0), at(10)).files_removed >= 10 + len(
+        vectors
+    )
     apply(table, 10, update(1, big="y", title="u"), delete(2), schema=renamed)
-    assert table.tend(Upkeep(file_bytes=None, remove_after_seconds=0.0), at(20)).removed == 0, "all is in use"
+    assert table.compact(UpkeepPlan(file_bytes=None, remove_after_seconds=0.0), at(20)).files_removed == 0, (
+        "all is in use"
+    )
     del before[2]
     assert by_id(read(tmp_path)) == before | {1: "y"}
     table.load(SHOP, record_batches(SHOP, MANY[:2]), at(30))
@@ -167,10 +176,10 @@ def test_a_feature_that_someone_turned_on_is_named(tmp_path: Path) -> None:
     table.load(SHOP, record_batches(SHOP, MANY[:3]), at(0))
     session().sql(f"ALTER TABLE delta.`{tmp_path}` SET TBLPROPERTIES ('delta.columnMapping.mode' = 'name')")
     with pytest.raises(TableUnusable, match="columnMapping") as refused:
-        DeltaRsTable(tmp_path, LOG).cursor()
+        DeltaRsTable(tmp_path, LOG).applied_position()
     assert "tailrace snapshot FILE TABLE" in refused.value.hint
     table.load(SHOP, record_batches(SHOP, MANY[:2]), at(10))
-    assert (table.cursor(), len(read(tmp_path))) == (at(10), 2)
+    assert (table.applied_position(), len(read(tmp_path))) == (at(10), 2)
 
 
 SETTINGS = """  engine: spark

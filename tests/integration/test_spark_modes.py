@@ -14,9 +14,9 @@ import pyarrow as pa
 from deltalake import DeltaTable
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.tasks import replay_rows
+from tailrace.tasks import keyed_replay
 from tailrace.tasks.fold_files import FoldedFiles
-from tailrace.tasks.replay_rows import DeliverWork, RereadWork, deliver_letters
+from tailrace.tasks.keyed_replay import RefetchWork, ReplayRowsWork, replay_rows
 from tailrace.tasks.work import advance_table
 from tests.support.changes import SHOP, move, update
 from tests.support.engines import only_spark, spark_engine
@@ -188,16 +188,16 @@ def test_what_cannot_be_taken_is_set_aside_and_put_right_by_spark(tmp_path: Path
     quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in (1, 2, 3)])
     work = pending(quiet, [update(1, unfit=("n",)), update(2, n=2), *move(3, 4, n=3, unchanged=("big",))], 2)
     (outcome,) = spark_engine().run(advance_table, [work])
-    assert (outcome.error, outcome.letters, outcome.rows) == (None, 1, 4)
+    assert (outcome.error, outcome.dead_letters, outcome.rows) == (None, 1, 4)
     assert quiet.ns() == {1: 0, 2: 2, 3: 0, 4: 3}
-    asked = RereadWork(log=work.log, shape=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
+    asked = RefetchWork(log=work.log, schema=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
     now = pa.Table.from_pylist([{"id": 1, "name": "now", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
-    replay_rows._keep(asked, now, [1], {})
-    deliver = DeliverWork(log=work.log, place=work.place, shape=SHOP, expected=quiet.cursor)
-    (done,) = spark_engine().run(deliver_letters, [deliver])
-    assert (done.error, done.rows, done.letters, done.again) == (None, 1, 0, False)
-    assert "Apache-Spark" in newest(work.place.path)
-    assert done.version == DeltaTable(str(work.place.path)).version()
+    keyed_replay._store_refetched(asked, now, [1], {})
+    deliver = ReplayRowsWork(log=work.log, location=work.location, schema=SHOP, expected=quiet.cursor)
+    (done,) = spark_engine().run(replay_rows, [deliver])
+    assert (done.error, done.rows, done.dead_letters, done.needs_refetch) == (None, 1, 0, False)
+    assert "Apache-Spark" in newest(work.location.path)
+    assert done.version == DeltaTable(str(work.location.path)).version()
     assert (quiet.ns(), quiet.rows()[1]["_deleted"]) == ({1: 7, 2: 2, 3: 0, 4: 3}, False)
 
 
@@ -206,17 +206,19 @@ def test_a_version_that_was_missing_is_put_in_by_spark_once(tmp_path: Path) -> N
     quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in (1, 2)])
     work = pending(quiet, [update(1, unfit=("n",)), update(2, n=2)], 2)
     (outcome,) = spark_engine().run(advance_table, [work])
-    assert (outcome.error, outcome.letters) == (None, 1)
-    asked = RereadWork(log=work.log, shape=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
+    assert (outcome.error, outcome.dead_letters) == (None, 1)
+    asked = RefetchWork(log=work.log, schema=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
     now = pa.Table.from_pylist([{"id": 1, "name": "now", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
-    deliver = DeliverWork(log=work.log, place=work.place, shape=SHOP, expected=quiet.cursor)
-    replay_rows._keep(asked, now, [1], {})
-    with spark_engine()._table(work.place).scratch() as scratch:
-        staged = replay_rows.stage_letters(replay_rows.StageWork(work=deliver, path=scratch / "ready.parquet"))
+    deliver = ReplayRowsWork(log=work.log, location=work.location, schema=SHOP, expected=quiet.cursor)
+    keyed_replay._store_refetched(asked, now, [1], {})
+    with spark_engine()._table(work.location).scratch() as scratch:
+        staged = keyed_replay.stage_replay_rows(
+            keyed_replay.StageReplayRowsWork(work=deliver, path=scratch / "ready.parquet")
+        )
         assert isinstance(staged, FoldedFiles)
-        spark_engine()._table(work.place).put_files(SHOP, staged, quiet.cursor)  # and then it died
-    (done,) = spark_engine().run(deliver_letters, [deliver])
-    assert (done.error, done.rows, done.letters) == (None, 1, 0)
+        spark_engine()._table(work.location).upsert_files(SHOP, staged, quiet.cursor)  # and then it died
+    (done,) = spark_engine().run(replay_rows, [deliver])
+    assert (done.error, done.rows, done.dead_letters) == (None, 1, 0)
     found = sorted((row["_seq"], row["n"], row["_current"]) for row in quiet.content() if row["id"] == 1)
     assert found == [(0, 0, False), (1, 7, True)]
 

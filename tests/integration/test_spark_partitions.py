@@ -15,13 +15,13 @@ from deltalake import DeltaTable
 from tailrace.errors import TableUnusable, ValueUnfit
 from tailrace.model.schema import Column
 from tailrace.spark.writers.staged_rows import is_misfit
-from tailrace.tables.compaction_plan import Upkeep
-from tailrace.tables.delta.features import PLAIN_FILES, Features
+from tailrace.tables.compaction_plan import UpkeepPlan
+from tailrace.tables.delta.features import NO_FEATURES, Features
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.evolve.schema_plan import Recast
-from tailrace.tables.fold.by_mode import fold_into
-from tailrace.tables.partitions import misfits
-from tailrace.tables.spec import Form, TableMode
+from tailrace.tables.fold.by_mode import fold_by_mode
+from tailrace.tables.partitions import find_unusable_values
+from tailrace.tables.spec import TableMode, TableSpec
 from tests.support.changes import COMPOSITE, KEYLESS, SHOP, KeylessModel, delete, insert, move, truncate, update
 from tests.support.engines import only_spark, open_table, session
 from tests.support.forms import Account, Formed, again, ordered, pieces, stored, story, tx
@@ -32,11 +32,11 @@ pytestmark = only_spark
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
 NAMES = [None, "x", "a/b %", "é=1 水", " ~+"]
 BIG = ("big",)
-MIRROR = Form(partition_by=("name",))
+MIRROR = TableSpec(partition_by=("name",))
 FORMS = [
-    MIRROR, Form(soft_delete=True, metadata=("_op", "_seq", "_tx"), partition_by=("name", "_deleted")),
-    Form(mode=TableMode.HISTORY, metadata=("_op",), partition_by=("_current", "name")),
-    Form(mode=TableMode.APPEND, partition_by=("name", "_op")),
+    MIRROR, TableSpec(soft_delete=True, metadata=("_op", "_seq", "_tx"), partition_by=("name", "_deleted")),
+    TableSpec(mode=TableMode.HISTORY, metadata=("_op",), partition_by=("_current", "name")),
+    TableSpec(mode=TableMode.APPEND, partition_by=("name", "_op")),
 ]  # fmt: skip
 BOTH = Features(deletion_vectors=True, column_mapping=True)
 ROWS = [{"id": i, "name": NAMES[i % 5], "big": f"large {i}", "n": i} for i in range(1, 11)]
@@ -47,8 +47,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     return ordered(pa.table(session().read.format("delta").load(str(path)).toArrow()).to_pylist())
 
 
-def engines(path: Path, form: Form) -> list[Any]:
-    return [open_table(path, LOG, form, PLAIN_FILES), DeltaRsTable(path, LOG, form)]
+def engines(path: Path, form: TableSpec) -> list[Any]:
+    return [open_table(path, LOG, form, NO_FEATURES), DeltaRsTable(path, LOG, form)]
 
 
 def steps(count: int) -> list[Any]:
@@ -69,7 +69,7 @@ def steps(count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("form", "first"), [(form, at % 2) for at, form in enumerate(FORMS)], ids=str)
-def test_either_engine_goes_on_where_the_other_stopped(tmp_path: Path, form: Form, first: int) -> None:
+def test_either_engine_goes_on_where_the_other_stopped(tmp_path: Path, form: TableSpec, first: int) -> None:
     path, turns = tmp_path / "t", engines(tmp_path / "t", form)
     begun, transactions = story(steps(16))
     batch = stored(COMPOSITE, transactions)
@@ -91,13 +91,13 @@ def test_either_engine_goes_on_where_the_other_stopped(tmp_path: Path, form: For
 def assert_put_right(table: Formed, turns: list[Any]) -> None:
     """Joined by one engine, given another shape by each, and read anew by each."""
     before = table.content()
-    turns[0].tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=None), table.cursor(table.seq))
+    turns[0].compact(UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=None), table.cursor(table.seq))
     assert read(table.folder) == table.content() == before
     shape = table.schema
     for number, engine in enumerate(turns):
         new = Column(name=f"new{number}", source_type="text", type=pa.string())
         shape = replace(shape, columns=(*shape.columns, new))
-        recast = Recast(schema=shape, added=(new.name,), filled=((new.name, pa.scalar("f")),))
+        recast = Recast(schema=shape, added=(new.name,), backfilled=((new.name, pa.scalar("f")),))
         engine.evolve(recast, table.cursor(table.seq))
         assert ordered({name: row[name] for name in before[0]} for row in read(table.folder)) == before
     table.schema = shape
@@ -109,8 +109,8 @@ def assert_put_right(table: Formed, turns: list[Any]) -> None:
 
 
 def test_tables_without_a_key_are_gone_on_with(tmp_path: Path) -> None:
-    form, model, some = Form(partition_by=("b",)), KeylessModel(), random.Random(7)
-    path, turns = tmp_path / "t", engines(tmp_path / "t", Form(partition_by=("b",)))
+    form, model, some = TableSpec(partition_by=("b",)), KeylessModel(), random.Random(7)
+    path, turns = tmp_path / "t", engines(tmp_path / "t", TableSpec(partition_by=("b",)))
     table = Formed(turns[0], form, path, KEYLESS)
     for turn in range(4):
         table.table = turns[turn % 2]
@@ -143,8 +143,8 @@ def test_tables_with_features_are_partitioned_too(tmp_path: Path) -> None:
     before = table.content()
     assert read(path) == before
     assert {row["id"]: row["large"] for row in before if row["id"] in (3, 4, 20, 40, 99)} == {20: "c", 99: "large 4"}
-    tended = table.table.tend(Upkeep(file_bytes=1 << 24, remove_after_seconds=0.0), table.cursor(table.seq))
-    assert tended.removed >= tended.joined >= 16
+    tended = table.table.compact(UpkeepPlan(file_bytes=1 << 24, remove_after_seconds=0.0), table.cursor(table.seq))
+    assert tended.files_removed >= tended.files_compacted >= 16
     assert DeltaTable(str(path)).metadata().partition_columns == ["name"]
     assert read(path) == table.content() == before
     assert there.rows() == len(before)
@@ -157,7 +157,7 @@ def test_tables_with_features_are_partitioned_too(tmp_path: Path) -> None:
     assert read(path) == plain.content() == ordered(ROWS[1:])
 
 
-@pytest.mark.parametrize("features", [PLAIN_FILES, BOTH], ids=["plain", "features"])
+@pytest.mark.parametrize("features", [NO_FEATURES, BOTH], ids=["plain", "features"])
 def test_a_column_that_takes_the_place_of_a_partitions_is_looked_at(tmp_path: Path, features: Features) -> None:
     path = tmp_path / "t"
     rows = [row | {"big": f"b {row['n']}/"} for row in ROWS]
@@ -186,10 +186,10 @@ def test_a_row_that_is_read_again_has_a_value_for_a_partition(tmp_path: Path) ->
             return pa.Table.from_pylist([row], pa.schema(SHOP.row_fields()))
 
         if fits:
-            table.table.apply(SHOP, fold_into(MIRROR, SHOP, batch), here, then, reread=now)
+            table.table.apply(SHOP, fold_by_mode(MIRROR, SHOP, batch), here, then, reread=now)
             continue
         with pytest.raises(ValueUnfit, match="cannot be that of a partition"):
-            table.table.apply(SHOP, fold_into(MIRROR, SHOP, batch), here, then, reread=now)
+            table.table.apply(SHOP, fold_by_mode(MIRROR, SHOP, batch), here, then, reread=now)
     assert [row["name"] for row in read(path) if row["id"] == 77] == ["é/"]
 
 
@@ -227,7 +227,7 @@ def test_spark_and_arrow_refuse_the_same_values() -> None:
         rows = session().createDataFrame(pa.table({"p": pa.array(values, kind)}))
         rows = rows.selectExpr("CAST(p AS timestamp_ntz) AS p") if pa.types.is_timestamp(kind) else rows
         found = [row[0] or False for row in rows.select(is_misfit(column, rows["p"])).collect()]
-        assert found == misfits("p", pa.array(values, kind)).tolist()
+        assert found == find_unusable_values("p", pa.array(values, kind)).tolist()
 
 
 def test_a_column_that_is_gone_stops_a_table_with_features(tmp_path: Path) -> None:

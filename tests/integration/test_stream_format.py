@@ -145,7 +145,7 @@ def test_a_log_is_read_and_streamed_with_no_import(spark: SparkSession, diary: D
     diary.commit(inserts(9))
     diary.commit(inserts(7, schema=OTHER))
     assert [[row["id"] for row in rows] for rows in stream.run()] == [[9]]
-    (hold,) = consumers.holds(diary.path)
+    (hold,) = consumers.read_holds(diary.path)
     assert (hold.name, hold.commit) == ("mine", 4 if LIMITS else 2), "with nothing left, all is read"
 
 
@@ -372,7 +372,7 @@ def test_a_log_in_a_store_is_streamed_and_read_by_its_url(spark: SparkSession, s
     again.run()
     diary.close()
     assert again.ids == [5]
-    assert [hold.name for hold in consumers.holds(diary.path)] == ["nightly"]
+    assert [hold.name for hold in consumers.read_holds(diary.path)] == ["nightly"]
     options = {"log": str(diary.path), "table": "public.things", "startingPosition": "2"}
     read = spark.read.format("cdc").options(**options).load()
     assert sorted(row["id"] for row in read.collect()) == [3, 4, 5]

@@ -20,7 +20,7 @@ import pytest
 from deltalake import DeltaTable
 
 from tailrace.tables.fold.fold import fold
-from tailrace.tables.spec import PLAIN, Form, TableMode
+from tailrace.tables.spec import PLAIN_MIRROR, TableMode, TableSpec
 from tests.support.changes import COMPOSITE, changes, delete, insert, record_batches, table_schema, update
 from tests.support.engines import only_spark, open_table, session
 from tests.support.forms import Account, Formed, ordered, pieces, stored, story
@@ -122,10 +122,10 @@ def test_duckdb_reads_the_files_themselves_in_the_types_that_are_documented(tabl
 
 NAMES = [None, "x", "a/b %", "é=1 水"]
 FORMS = {
-    "mirror": PLAIN,
-    "soft delete": Form(soft_delete=True, metadata=("_op", "_seq", "_tx")),
-    "history": Form(mode=TableMode.HISTORY, metadata=("_op",)),
-    "partitioned": Form(partition_by=("name",)),
+    "mirror": PLAIN_MIRROR,
+    "soft delete": TableSpec(soft_delete=True, metadata=("_op", "_seq", "_tx")),
+    "history": TableSpec(mode=TableMode.HISTORY, metadata=("_op",)),
+    "partitioned": TableSpec(partition_by=("name",)),
 }
 KINDS_OF_STEPS = ["insert"] * 3 + ["update"] * 3 + ["delete", "move"]
 

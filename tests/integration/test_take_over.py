@@ -16,7 +16,7 @@ import pytest
 
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogFenced
-from tailrace.pipeline.capture.log_capture import Capturing
+from tailrace.pipeline.capture.log_capture import LogCapture
 from tailrace.pipeline.config.settings import load_settings
 from tests.support.pipelines import Pipeline, Running, assert_log_is_whole, eventually, execute, wait_for_free_slots
 from tests.support.thorough import thorough
@@ -149,7 +149,7 @@ def test_a_capture_that_lost_the_log_says_so_and_not_that_its_position_is_lost(
     execute(database, "CREATE TABLE t (id int PRIMARY KEY, x text)")
     pipeline = Pipeline(tmp_path, database)
     assert pipeline.call("capture", "--until-caught-up").returncode == 0
-    first = Capturing(load_settings(pipeline.file), until_caught_up=False)
+    first = LogCapture(load_settings(pipeline.file), until_caught_up=False)
     ended.callback(first.log.close)
     execute(database, "INSERT INTO t VALUES (1, 'x')")
     assert pipeline.call("capture", "--take-over", "--until-caught-up").returncode == 0

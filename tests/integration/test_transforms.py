@@ -16,15 +16,15 @@ import pytest
 from deltalake import DeltaTable
 
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.deadletters.store import Letters
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import RuleInvalid, TransformFailed
 from tailrace.model.schema import TableId
-from tailrace.pipeline.capture.log_capture import Capturing
+from tailrace.pipeline.capture.log_capture import LogCapture
 from tailrace.pipeline.config.settings import load_settings
 from tailrace.pipeline.report import TableState
 from tailrace.transforms.rules import KeySource
 from tailrace.transforms.secrets import Keyring
-from tailrace.transforms.steps.encryption import bounds_of, decrypt
+from tailrace.transforms.steps.encryption import accepted_associated_data, decrypt
 from tests.support.loads import Local, Scene, life, once, wait_for_state
 from tests.support.pipelines import eventually, execute
 
@@ -67,7 +67,7 @@ def scene(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sce
 
 
 def rows(applying: Local, table: str = "users") -> list[dict[str, Any]]:
-    place = life(applying, table).place
+    place = life(applying, table).location
     return [row for file in place.open().files() for row in pq.read_table(place.path / file).to_pylist()]
 
 
@@ -77,7 +77,9 @@ def number(key: int) -> str:
 
 def opened(sealed: list[bytes]) -> set[str]:
     ring = Keyring({"main": KeySource(env="K")}, {"K": KEY})
-    plain, faults = decrypt(pa.array(sealed, pa.binary()), ring.cipher, bounds_of([TableId("public", "users")], "ssn"))
+    plain, faults = decrypt(
+        pa.array(sealed, pa.binary()), ring.cipher, accepted_associated_data([TableId("public", "users")], "ssn")
+    )
     assert not faults
     return {text.decode() for text in plain.to_pylist()}
 
@@ -94,7 +96,7 @@ def assert_hidden(scene: Scene) -> None:
             content += repr(pq.read_table(path).to_pylist()).encode()
         assert not [plain for plain in PLAIN if plain in content], path
     log = ChangeLog.open(scene.pipeline.log)
-    read = repr([batch.completed().to_pylist() for batch in log.read(1, log.newest())]).encode()
+    read = repr([batch.with_all_columns().to_pylist() for batch in log.read(1, log.newest())]).encode()
     assert not [plain for plain in PLAIN if plain in read]
 
 
@@ -114,7 +116,7 @@ def test_what_is_hidden_is_nowhere_and_lesson_8_loads_and_changes_agree(scene: S
         loaded = rows(applying)
         assert {row["id"] for row in loaded} == {number(key) for key in range(1, 7)}
         assert {row["mail"] for row in loaded} == {"**********.org"}
-        shape = life(applying, "users").shape
+        shape = life(applying, "users").schema
         execute(
             url,
             "INSERT INTO users VALUES (7, 'streamed-7@x.org', 'SSN-streamed', '77', 'sesame-streamed', 'DE')",
@@ -131,7 +133,7 @@ def test_what_is_hidden_is_nowhere_and_lesson_8_loads_and_changes_agree(scene: S
         assert found[number(1)]["mail"] == "************.org"
         assert found[number(7)]["code"] == 77
         assert list(found[number(1)]) == ["id", "mail", "ssn", "code", "country"]
-        assert life(applying, "users").shape == shape
+        assert life(applying, "users").schema == shape
         sealed = {key: found[number(key)]["ssn"] for key in (1, 7, 22, 90)}
         assert opened([sealed[1], sealed[22]]) == {"SSN-loaded-" + "7" * 3000}
         assert opened([sealed[7], sealed[90]]) == {"SSN-streamed", "SSN-streamed-fr"}
@@ -161,8 +163,8 @@ def test_rows_that_a_rule_fails_at_are_set_aside_and_a_replay_brings_them_in(sce
         assert scene.settled(applying)
         done = scene.pipeline.ask("dead-letters", "replay")
         assert done.returncode == 0, done.stderr
-        waiting = Letters(scene.settings.log.path, TableId("public", "users"))
-        assert eventually(lambda: waiting.asked is None)
+        waiting = DeadLetterStore(scene.settings.log.path, TableId("public", "users"))
+        assert eventually(lambda: waiting.replay_requested_at is None)
         assert letters(scene) == []
         mended = next(row for row in rows(applying) if row["id"] == 1)
         assert (mended["code"], mended["mail"]) == (11, "************.org")
@@ -187,7 +189,7 @@ def test_other_rules_have_the_table_loaded_anew(scene: Scene) -> None:
 def test_lesson_1_a_rule_that_halts_stops_the_capture_where_it_is(scene: Scene) -> None:
     text = RULES.replace(", on_error: dead-letter", "")
     with_rules(scene, text)
-    capturing = Capturing(scene.settings, until_caught_up=False)
+    capturing = LogCapture(scene.settings, until_caught_up=False)
     before = capturing.log.position
     bad, good = "UPDATE users SET code = 'no number' WHERE id = 1", "UPDATE users SET code = 2 WHERE id = 2"
     execute(scene.pipeline.url, bad, good)
@@ -202,13 +204,13 @@ def test_a_rule_that_cannot_be_used_stops_the_start_and_one_without_a_table_is_t
 ) -> None:
     text = 'transforms: {rules: [{do: mask, name: typo, tables: ["public.users"], columns: [emial]}]}\n'
     with pytest.raises(RuleInvalid, match="does not have") as raised:
-        Capturing(with_rules(scene, text).settings, until_caught_up=False)
+        LogCapture(with_rules(scene, text).settings, until_caught_up=False)
     assert raised.value.fields["rule"] == "typo"
     text = (
         'transforms: {rules: [{do: mask, name: idle, tables: ["other.*"], columns: [mail]}, '
         '{do: filter, name: still, where: "id > 0"}]}\n'
     )
-    capturing = Capturing(with_rules(scene, text).settings, until_caught_up=False)
+    capturing = LogCapture(with_rules(scene, text).settings, until_caught_up=False)
     capturing.run(lambda: True)
     told = {(record.message, getattr(record, "rule", "")): getattr(record, "why", "") for record in caplog.records}
     assert ("rule concerns no table", "idle") in told

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, note, seed
 
-from tailrace.capture.postgres.preflight import horizon
+from tailrace.capture.postgres.preflight import committed_until
 from tailrace.demo.compare import compare
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.model.position import Lsn
@@ -164,7 +164,7 @@ class Race:
     def settled(self) -> list[str]:
         """What differs once both have all that is committed."""
         with self.source.connect() as connection:
-            self.mirror.catch_up(horizon(connection), self.tables)
+            self.mirror.catch_up(committed_until(connection), self.tables)
         self.subscriber.catch_up()
         lake = self.mirror.pipeline.lake
         found = differences("the subscriber", self.subscriber.url, lake, self.tables)

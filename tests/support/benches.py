@@ -196,7 +196,7 @@ def take(stream: Stream, after: Lsn, rows: int, *, confirm: bool = False) -> lis
         after = window.end
         if confirm and not window.open:
             stream.confirm(after)
-        if not window.empty:
+        if not window.is_empty:
             taken.append(window)
     return taken
 
@@ -235,7 +235,7 @@ def quiet_window(stream: Stream, after: Lsn) -> Window:
 
 def next_rows(stream: Stream, after: Lsn) -> Window:
     """The next window with rows; the position may have moved before, and the caller has not made that durable."""
-    return _next(stream, after, lambda window: not window.empty)
+    return _next(stream, after, lambda window: not window.is_empty)
 
 
 def _next(stream: Stream, after: Lsn, wanted: Callable[[Window], bool]) -> Window:

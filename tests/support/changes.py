@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from tailrace.model import change
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
-from tailrace.tables.fold.fold import UPSERT, Folded
+from tailrace.tables.fold.fold import UPSERT, FoldedChanges
 
 Row = dict[str, Any]
 
@@ -125,7 +125,7 @@ def record_batches(schema: TableSchema, rows: Iterable[Row]) -> list[pa.RecordBa
     return list(pa.Table.from_pylist(list(rows), schema=pa.schema(schema.row_fields())).to_batches())
 
 
-def apply_in_memory(schema: TableSchema, table: dict[Any, Row], folded: Folded) -> dict[Any, Row]:
+def apply_in_memory(schema: TableSchema, table: dict[Any, Row], folded: FoldedChanges) -> dict[Any, Row]:
     """What an engine must make of a fold, row by row: every old row is read before any is written."""
     result = {} if folded.truncated else dict(table)
     rows = folded.rows.to_pylist()

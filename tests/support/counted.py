@@ -50,7 +50,9 @@ KINDS: dict[str, Kind[Any]] = {
         lambda at: Lsn((int(at.file[-6:]) - 1) * FILE_BYTES + at.offset - 4),
     ),
     "mysql-gtid": Kind[MysqlGtidSet](
-        "mysql", lambda lsn: MysqlGtidSet({SERVER: ((1, lsn.value + 1),)}), lambda at: Lsn(at.taken[SERVER][0][1] - 1)
+        "mysql",
+        lambda lsn: MysqlGtidSet({SERVER: ((1, lsn.value + 1),)}),
+        lambda at: Lsn(at.executed[SERVER][0][1] - 1),
     ),
     "mariadb-gtid": Kind[MariadbGtidSet](
         "mariadb", lambda lsn: MariadbGtidSet({0: (1, lsn.value + 1)}), lambda at: Lsn(at.last[0][1] - 1)

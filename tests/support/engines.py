@@ -29,10 +29,10 @@ from deltalake import DeltaTable
 from tailrace.tables.delta.features import Features
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.iceberg.catalogs import Catalog, CatalogKind, local_path, newest_file
-from tailrace.tables.iceberg.commit_log import Metadata
+from tailrace.tables.iceberg.commit_log import IcebergMetadata
 from tailrace.tables.iceberg.table import DATA, STAGED, IcebergTable
-from tailrace.tables.location import Place
-from tailrace.tables.spec import DELETED, ICEBERG_DELETED, PLAIN, Form
+from tailrace.tables.location import TableLocation
+from tailrace.tables.spec import DELETED, ICEBERG_DELETED, PLAIN_MIRROR, TableSpec
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -74,14 +74,16 @@ MARK = ICEBERG_DELETED if IS_ICEBERG else DELETED
 """The column of marked deletes."""
 
 
-def form_here(form: Form) -> Form:
+def form_here(form: TableSpec) -> TableSpec:
     """The form, as settings would have it for the engine under test."""
     if not form.soft_delete:
         return form
-    return replace(form, mark=MARK, partition_by=tuple(MARK if n == DELETED else n for n in form.partition_by))
+    return replace(
+        form, deleted_column=MARK, partition_by=tuple(MARK if n == DELETED else n for n in form.partition_by)
+    )
 
 
-def open_table(path: Path, log_id: str, form: Form = PLAIN, features: Features = FEATURES) -> AnyTable:
+def open_table(path: Path, log_id: str, form: TableSpec = PLAIN_MIRROR, features: Features = FEATURES) -> AnyTable:
     """A lake table of the engine under test."""
     form = form_here(form)
     if not IS_SPARK:
@@ -95,20 +97,20 @@ def open_table(path: Path, log_id: str, form: Form = PLAIN, features: Features =
     return SparkDeltaTable(session(), path, log_id, form, features)
 
 
-def place_of(path: Path, log_id: str, form: Form = PLAIN) -> Place:
+def place_of(path: Path, log_id: str, form: TableSpec = PLAIN_MIRROR) -> TableLocation:
     """The same table, as a pipeline hands it out with work."""
-    place = Place(path=path, log_id=log_id, form=form_here(form))
+    place = TableLocation(path=path, log_id=log_id, spec=form_here(form))
     if IS_ICEBERG:
         return replace(place, catalog=catalog_of(path))
     return replace(place, engine="spark", features=FEATURES) if IS_SPARK else place
 
 
-def iceberg_table(place: Place) -> SparkIcebergTable:
+def iceberg_table(place: TableLocation) -> SparkIcebergTable:
     """An Iceberg table of a pipeline's."""
     from tailrace.spark.writers.iceberg_writer import SparkIcebergTable
 
     assert place.catalog is not None
-    return SparkIcebergTable(session(), place.path, place.log_id, place.catalog, place.form)
+    return SparkIcebergTable(session(), place.path, place.log_id, place.catalog, place.spec)
 
 
 def catalog_of(path: Path) -> Catalog:
@@ -176,7 +178,7 @@ def metadata_file(folder: Path) -> Path:
     return local_path(location)
 
 
-def metadata_of(folder: Path) -> Metadata:
+def metadata_of(folder: Path) -> IcebergMetadata:
     """What an Iceberg table says of itself."""
     found = IcebergTable(folder, "", catalog_of(folder)).metadata()
     assert found is not None
@@ -202,9 +204,9 @@ def commits_of(folder: Path) -> int:
     return len(history_of(metadata_of(folder))) - 1
 
 
-def history_of(metadata: Metadata) -> list[int]:
+def history_of(metadata: IcebergMetadata) -> list[int]:
     """The snapshots that the newest came from, and itself."""
-    parents = {item["snapshot-id"]: item.get("parent-snapshot-id") for item in metadata.said["snapshots"]}
+    parents = {item["snapshot-id"]: item.get("parent-snapshot-id") for item in metadata.document["snapshots"]}
     found, number = list[int](), metadata.snapshot
     while number is not None:
         found, number = [number, *found], parents.get(number)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from tailrace.changelog.maintain.retention import Policy, trim
-from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
 from tailrace.changelog.read import consumers
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter
@@ -34,7 +34,7 @@ ALTERED = table_schema({"id": pa.int64(), "name": pa.string()})
 """The shop, after it has lost some columns."""
 READ = 4
 """The commit up to which nobody needs the rows any more."""
-LIMITS = Limits(commits=2, join_count=2)
+LIMITS = SealLimits(commits=2, merge_count=2)
 
 
 def part(first: int, *keys: int) -> ChangeBatch:
@@ -104,7 +104,7 @@ class Life:
     def seal(self) -> None:
         with Sealer(self.log, limits=LIMITS) as sealer:
             sealer.seal()
-            sealer.join()
+            sealer.merge_seals()
             sealer.clean(0.0)
         if self.careful:
             self.survive()
@@ -113,7 +113,7 @@ class Life:
         place = consumers.Consumer.open(self.log, "reader", wanted=None, start=(READ, 0))
         place.save()
         with Sealer(self.log, limits=LIMITS) as sealer:
-            trim(sealer, Policy(age_seconds=0.0))
+            trim(sealer, RetentionPolicy(age_seconds=0.0))
         if self.careful:
             self.survive()
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold.by_mode import fold_into, loaded
-from tailrace.tables.port import Applied, Cursor, LakeTable
-from tailrace.tables.spec import Form, Origin
+from tailrace.tables.fold.by_mode import fold_by_mode, with_added_columns
+from tailrace.tables.port import AppliedPosition, LakeTable, WriteResult
+from tailrace.tables.spec import LoadOrigin, TableSpec
 from tailrace.tables.staging import stage
 from tests.support import engines
 from tests.support.changes import SHOP, Change, Model, changes, record_batches
 
-OpenTable = Callable[[Path, Form], LakeTable]
+OpenTable = Callable[[Path, TableSpec], LakeTable]
 Row = dict[str, Any]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 READ_AT = 1000
@@ -68,7 +68,7 @@ class Formed:
     """A table under test. Changes are numbered and grouped as the log would."""
 
     table: LakeTable
-    form: Form
+    form: TableSpec
     folder: Path
     schema: TableSchema = SHOP
     rows: Iterable[Row] = ()
@@ -78,23 +78,23 @@ class Formed:
 
     def __post_init__(self) -> None:
         self.form = engines.form_here(self.form)
-        origin = Origin(seq=self.seq, position="0/0", read_at=READ_AT * 1_000_000)
+        origin = LoadOrigin(seq=self.seq, position="0/0", read_at=READ_AT * 1_000_000)
         self.table.load(self.schema, record_batches(self.schema, self.rows), self.cursor(self.seq), origin=origin)
 
     @staticmethod
-    def cursor(seq: int) -> Cursor:
-        return Cursor(seq=seq, commit=seq, position=Lsn(seq))
+    def cursor(seq: int) -> AppliedPosition:
+        return AppliedPosition(seq=seq, commit=seq, position=Lsn(seq))
 
-    def apply(self, *transactions: Tx) -> Applied:
+    def apply(self, *transactions: Tx) -> WriteResult:
         """In one batch."""
         batch = stored(self.schema, transactions, self.seq + 1, self.transactions + 1)
         self.transactions += len(transactions)
         return self.take(batch)
 
-    def take(self, batch: pa.Table) -> Applied:
+    def take(self, batch: pa.Table) -> WriteResult:
         self.given.append(batch)
         here, self.seq = self.seq, self.seq + batch.num_rows
-        folded = fold_into(self.form, self.schema, batch)
+        folded = fold_by_mode(self.form, self.schema, batch)
         return self.table.apply(self.schema, folded, self.cursor(here), self.cursor(self.seq))
 
     def content(self, *names: str) -> list[Row]:
@@ -116,16 +116,21 @@ def _comparable(values: Iterable[Any]) -> list[tuple[bool, str]]:
 
 def again(table: Formed, rows: list[dict[str, Any]], name: str, read_at: int) -> None:
     """What a load does that finds the table there."""
-    origin = Origin(seq=table.seq + 1, position="0/FF", read_at=read_at * 1_000_000)
-    batches = loaded(table.form, table.schema, record_batches(table.schema, rows), origin)
+    origin = LoadOrigin(seq=table.seq + 1, position="0/FF", read_at=read_at * 1_000_000)
+    batches = with_added_columns(table.form, table.schema, record_batches(table.schema, rows), origin)
     staging = engines.staging(table.folder)
     files = stage(
-        staging, name, table.form.stored(table.schema), batches, table.form.partition_by, numbered=engines.IS_ICEBERG
+        staging,
+        name,
+        table.form.stored_schema(table.schema),
+        batches,
+        table.form.partition_by,
+        numbered=engines.IS_ICEBERG,
     )
     here, table.seq = table.seq, table.seq + 1
     for _ in range(2):  # a task may be run twice
-        table.table.refresh(table.schema, files, table.cursor(here), table.cursor(table.seq), origin=origin)
-        assert table.table.cursor() == table.cursor(table.seq)
+        table.table.merge_load(table.schema, files, table.cursor(here), table.cursor(table.seq), origin=origin)
+        assert table.table.applied_position() == table.cursor(table.seq)
 
 
 def steps_with(texts: st.SearchStrategy[str | None], *, least: int = 1, most: int = 12) -> st.SearchStrategy[list[Any]]:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from tailrace.changelog.read.offsets import Place
+from tailrace.changelog.read.offsets import LogOffset
 from tailrace.spark.datasource.log.log_options import LogOptions
 from tailrace.spark.datasource.log.log_part import read_part
-from tailrace.spark.datasource.log.log_plan import LogPart, LogView
-from tailrace.spark.datasource.log.log_schema import Frame, look
+from tailrace.spark.datasource.log.log_plan import LogPart, LogPlanner
+from tailrace.spark.datasource.log.log_schema import LogFrame, resolve_frame
 from tailrace.storage.files import LogPath
 
 Rows = list[dict[str, Any]]
 
 
-def frame(log: LogPath, **options: object) -> Frame:
+def frame(log: LogPath, **options: object) -> LogFrame:
     """What `load()` makes."""
-    return look(LogOptions.parse({"log": str(log)} | {name: str(value) for name, value in options.items()}))
+    return resolve_frame(LogOptions.parse({"log": str(log)} | {name: str(value) for name, value in options.items()}))
 
 
-def rows_of_parts(made: Frame, parts: list[LogPart]) -> Rows:
+def rows_of_parts(made: LogFrame, parts: list[LogPart]) -> Rows:
     """What tasks give to Spark; each batch has the DataFrame's very fields."""
     found: Rows = []
     for part in parts:
@@ -30,13 +30,13 @@ def rows_of_parts(made: Frame, parts: list[LogPart]) -> Rows:
     return found
 
 
-def steps(made: Frame, *, after: Place | None = None) -> list[tuple[int, Rows]]:
+def steps(made: LogFrame, *, after: LogOffset | None = None) -> list[tuple[int, Rows]]:
     """Micro-batch after micro-batch until nothing is left: the commit each ends with, and its rows."""
-    view, found = LogView(made), []
-    place = after or view.begin()
-    while (end := view.step(place, view.newest(), limited=True)) > place.commit:
-        found.append((end, rows_of_parts(made, view.parts(place, end))))
-        place = Place(end)
+    view, found = LogPlanner(made), []
+    place = after or view.start_offset()
+    while (end := view.next_end(place, view.newest(), limited=True)) > place.commit:
+        found.append((end, rows_of_parts(made, view.plan_parts(place, end))))
+        place = LogOffset(end)
     return found
 
 

@@ -104,11 +104,11 @@ def values_at_the_edge(rounds: str) -> None:
         size = np.array([len(text) for text in texts], np.int64)
         place = guarded.at_end if n % 2 else guarded.at_start
         cells = Cells(place(b"".join(texts)), np.array(ends - size, np.int64), size)
-        found = values.typed(cells, kind)
+        found = values.convert_cells(cells, kind)
         assert found.column.null_count == found.unfit.size, (kind, texts)
     nulls = np.full(3, NULL, np.int64)
     for kind, _ in TEXTS:
-        assert values.typed(Cells(guarded.at_end(b""), nulls * 0, nulls), kind).column.null_count == 3
+        assert values.convert_cells(Cells(guarded.at_end(b""), nulls * 0, nulls), kind).column.null_count == 3
 
 
 def mutants(rng: random.Random, rounds: int) -> Iterator[list[bytes]]:

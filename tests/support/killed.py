@@ -18,8 +18,8 @@ from types import TracebackType
 import pyarrow as pa
 
 from tailrace import failpoints
-from tailrace.changelog.maintain.retention import Policy, trim
-from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column
 from tailrace.state.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ from tailrace.state.schema_history import Retention
 from tailrace.state.schema_history_stores import FileSchemaHistory
 from tests.support.changes import SHOP
 
-LIMITS = Limits(commits=2, join_count=2)
+LIMITS = SealLimits(commits=2, merge_count=2)
 LATER = 4e9
 SAVES = 8
 
@@ -37,9 +37,9 @@ def put_in_order(folder: Path) -> None:
     """Seal, join, clean up and let go of all that nobody needs."""
     with Sealer(folder, limits=LIMITS) as sealer:
         sealer.seal()
-        sealer.join()
+        sealer.merge_seals()
         sealer.clean(0)
-        trim(sealer, Policy(age_seconds=0.0), now=LATER)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=LATER)
         sealer.clean(0)
 
 

@@ -20,19 +20,19 @@ from pydantic import SecretStr
 
 from tailrace.changelog.read.index import LogIndex
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.changelog.write.log_lease import Lease
+from tailrace.changelog.write.log_lease import LogLease
 from tailrace.errors import TailraceError
 from tailrace.pipeline.apply import dead_letter_replay, schema_watch
-from tailrace.pipeline.apply.applier import Applying
+from tailrace.pipeline.apply.applier import Applier
 from tailrace.pipeline.capture import log_capture
-from tailrace.pipeline.capture.log_capture import Capturing
-from tailrace.pipeline.capture.source_factory import open_source, open_source_of
+from tailrace.pipeline.capture.log_capture import LogCapture
+from tailrace.pipeline.capture.source_factory import open_source, open_source_for_log
 from tailrace.pipeline.config.settings import PipelineSettings, load_settings
 from tailrace.pipeline.loads import load_scheduler
-from tailrace.pipeline.points.consistent_point import point_at
+from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.status import APPLIER
-from tailrace.pipeline.tables.registry import TableLife
+from tailrace.pipeline.status import APPLIER_LEASE
+from tailrace.pipeline.tables.registry import ManagedTable
 from tailrace.runtime import loop
 from tailrace.tasks.work import ChunkWork, Outcome
 from tests.support.engines import IS_SPARK, engine_lines, spark_engine
@@ -50,7 +50,7 @@ _WAITS = {
 Hook = Callable[[ChunkWork], None]
 
 
-class Local(Applying):
+class Local(Applier):
     """Applying without Spark. `before` and `after` are called around every chunk, in the thread that reads it."""
 
     by_hand: bool = False
@@ -61,19 +61,19 @@ class Local(Applying):
 
     def start(self) -> None:
         self.chunks = []
-        self._in_background(self.loading.look)
+        self._in_background(self.load_scheduler.run)
         for number in range(self._settings.load.connections):
-            self._in_background(lambda number=number: self.loading.reading.read(number))  # type: ignore[misc] # bound early
+            self._in_background(lambda number=number: self.load_scheduler.chunk_readers.run_reader(number))  # type: ignore[misc] # bound early
         self._in_background(self._apply)
-        self.redeliver()
+        self.start_dead_letter_replay()
 
     def _apply(self) -> None:
         while not self._stopping.wait(0.1):
             if not self.by_hand:
-                self._advance(self._loaded(), self.lives.grow())
+                self._advance(self._loaded(), self.registry.refresh_index())
 
     def _run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
-        if self._settings.tables.engine == "spark" and (engine := spark_engine()).does(task):
+        if self._settings.tables.engine == "spark" and (engine := spark_engine()).handles(task):
             return engine.run(task, works)
         outcomes = []
         for work in works:
@@ -127,7 +127,7 @@ class Scene:
 
     def begin_capture(self) -> None:
         self._stop.clear()
-        capture_side = Capturing(self.settings, until_caught_up=False)
+        capture_side = LogCapture(self.settings, until_caught_up=False)
 
         def capture() -> None:
             try:
@@ -154,8 +154,8 @@ class Scene:
     def loader(self, before: Hook | None = None, after: Hook | None = None) -> Iterator[Local]:
         """A process that loads and applies, until the block is left."""
         log = ChangeLog.open(self.settings.log.path)
-        source = open_source_of(self.settings, log, loads=True)
-        held = Lease(log.path, APPLIER)
+        source = open_source_for_log(self.settings, log, loads=True)
+        held = LogLease(log.path, APPLIER_LEASE)
         applying = Local(self.settings, log, source)
         applying.before, applying.after = before, after
         try:
@@ -171,7 +171,7 @@ class Scene:
     def wait_for_capture(self) -> None:
         """Until the log holds everything that was committed until now."""
         log = ChangeLog.open(self.settings.log.path)
-        horizon, index = open_source(self.settings, log.log_id).horizon(), LogIndex(log)
+        horizon, index = open_source(self.settings, log.log_id).committed_until(), LogIndex(log)
 
         def reached() -> bool:
             index.grow()
@@ -182,12 +182,14 @@ class Scene:
     def settled(self, applying: Local) -> bool:
         """Whether everything committed until now is in every table that can go on."""
         applying.check()
-        horizon = applying._source.horizon()
+        horizon = applying._source.committed_until()
         deadline = time.monotonic() + LOADED_SECONDS_MAX
         while time.monotonic() < deadline:
             applying.check()
-            applying.lives.grow()
-            if applying.lives.index.position >= horizon and applying.covered(applying.lives.index.commit):
+            applying.registry.refresh_index()
+            if applying.registry.index.position >= horizon and applying.is_caught_up(
+                applying.registry.index.last_commit
+            ):
                 return True
             time.sleep(0.05)
         return False
@@ -196,28 +198,28 @@ class Scene:
         """Have the tables' versions noted, once nobody is at work on any of them."""
         assert self.settled(applying)
         deadline = time.monotonic() + LOADED_SECONDS_MAX
-        while (point := point_at(applying.lives, applying.lives.grow())) is None or any(
-            absence.passing for absence in point.missing.values()
+        while (point := build_point(applying.registry, applying.registry.refresh_index())) is None or any(
+            absence.is_temporary for absence in point.missing.values()
         ):
             assert time.monotonic() < deadline, "all tables are at rest"
             time.sleep(0.02)
-        applying._ledger.note(point)
+        applying._ledger.record(point)
 
     def assert_equal(self, applying: Local, *tables: str) -> None:
         assert self.settled(applying), {str(life.table): (life.state, life.error) for life in lives(applying)}
         self.pipeline.assert_equal(*tables)
 
 
-def lives(applying: Local) -> list[TableLife]:
-    return list(applying.lives.tables.values())
+def lives(applying: Local) -> list[ManagedTable]:
+    return list(applying.registry.tables.values())
 
 
-def life(applying: Local, table: str) -> TableLife:
+def life(applying: Local, table: str) -> ManagedTable:
     return next(life for life in lives(applying) if life.table.name == table)
 
 
 def rows_of(applying: Local, table: str) -> int:
-    return life(applying, table).place.open().rows()
+    return life(applying, table).location.open().rows()
 
 
 def once(action: Callable[[], None], *, at: int = 0) -> Hook:

@@ -21,7 +21,7 @@ from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, TableSchema
-from tailrace.storage.files import LogPath, below, source
+from tailrace.storage.files import LogPath, arrow_source, relative_name
 from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, truncate, update
 from tests.support.windows import SOURCE, batch, finishing_window, named, open_window, window
 
@@ -201,7 +201,7 @@ def rows_of(batches: Iterable[ChangeBatch]) -> list[Row]:
     found: list[Row] = []
     for got in batches:
         assert len(got), "a batch without rows"
-        data = got.completed()
+        data = got.with_all_columns()
         assert set(got.schema.change_schema().names) - set(got.data.schema.names) <= set(change.OPTIONAL)
         rows = [Row(values[change.SEQ], got.schema, values) for values in data.to_pylist()]
         assert (got.moves, got.truncates, got.unfit) == _counts(rows)
@@ -235,7 +235,7 @@ def seal(path: LogPath, *, join: bool = True, grace_seconds: float | None = 0.0,
     with Sealer(path, **how) as sealer:
         sealer.seal()
         if join:
-            sealer.join()
+            sealer.merge_seals()
         if grace_seconds is not None:
             sealer.clean(grace_seconds)
 
@@ -245,7 +245,7 @@ def glob_rows(path: LogPath, table: int) -> list[dict[str, Any]]:
     is no glob, that its files hold."""
     found: list[dict[str, Any]] = []
     for file in sorted(_shown(path, table), key=lambda file: file.name):
-        found += pq.read_table(source(file), use_threads=False).to_pylist()
+        found += pq.read_table(arrow_source(file), use_threads=False).to_pylist()
     return found
 
 
@@ -253,14 +253,14 @@ def _shown(path: LogPath, table: int) -> list[LogPath]:
     if isinstance(path, Path):
         return list((path / "cold" / str(table)).glob("*.parquet"))
     log = ChangeLog.open(path)
-    log.cold.refresh()
-    return log.files(table) if any(file.table == table for seal in log.cold.seals for file in seal.files) else []
+    log.seal_index.refresh()
+    return log.files(table) if any(file.table == table for seal in log.seal_index.seals for file in seal.files) else []
 
 
 def stored_files(path: LogPath, *patterns: str) -> set[str]:
     """The files below the log's folder that match, by their path."""
     return {
-        below(path, found)
+        relative_name(path, found)
         for pattern in patterns
         for found in path.glob(pattern)
         if not found.is_dir() or found.is_symlink()
@@ -271,13 +271,18 @@ def assert_nothing_left_over(path: LogPath) -> None:
     """Every file in the log is named by something that is in force."""
     log = ChangeLog.open(path)
     newest = log.newest()
-    log.cold.refresh()
+    log.seal_index.refresh()
     gone = log.trimmed()
-    names = {f"cold/{seal.stem}{end}" for seal in log.cold.seals for end in (".json", ".commits.parquet")}
-    files = {file.file for seal in log.cold.seals for file in seal.files if not gone.covers(file.table, file.last_seq)}
+    names = {f"cold/{seal.stem}{end}" for seal in log.seal_index.seals for end in (".json", ".commits.parquet")}
+    files = {
+        file.file
+        for seal in log.seal_index.seals
+        for file in seal.files
+        if not gone.is_trimmed(file.table, file.last_seq)
+    }
     assert stored_files(path, "cold/*.json", "cold/*.parquet") == names
     assert stored_files(path, "cold/files/*/*", "cold/files/*/.*") == files
-    hot = {f"hot/{commit:020d}.arrow" for commit in range(max(log.cold.last, gone.commit) + 1, newest + 1)}
+    hot = {f"hot/{commit:020d}.arrow" for commit in range(max(log.seal_index.last_commit, gone.commit) + 1, newest + 1)}
     if newest:
         hot.add(f"hot/{newest:020d}.arrow")
     assert stored_files(path, "hot/*", "hot/.*") == hot

@@ -8,7 +8,7 @@ from typing import Any
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold.fold import fold
-from tailrace.tables.port import Applied, Cursor, Reread
+from tailrace.tables.port import AppliedPosition, Refetch, WriteResult
 from tests.support.changes import SHOP, Change, changes, record_batches
 from tests.support.engines import commits_of, open_table, rows_of
 
@@ -17,8 +17,8 @@ BIG = ("big",)
 ROWS = [{"id": i, "name": f"n{i}", "big": f"large {i}", "n": i} for i in range(1, 6)]
 
 
-def at(seq: int) -> Cursor:
-    return Cursor(seq=seq, commit=seq // 10, position=Lsn(seq * 16))
+def at(seq: int) -> AppliedPosition:
+    return AppliedPosition(seq=seq, commit=seq // 10, position=Lsn(seq * 16))
 
 
 class Mirror:
@@ -31,7 +31,7 @@ class Mirror:
 
     @property
     def seq(self) -> int:
-        found = self.table.cursor()
+        found = self.table.applied_position()
         assert found is not None
         return found.seq
 
@@ -39,7 +39,7 @@ class Mirror:
     def version(self) -> int:
         return commits_of(self.folder)
 
-    def apply(self, *rows: Change, reread: Reread | None = None) -> Applied:
+    def apply(self, *rows: Change, reread: Refetch | None = None) -> WriteResult:
         seq = self.seq
         result = fold(self.schema, changes(self.schema, *rows), rereads=reread is not None)
         return self.table.apply(self.schema, result, at(seq), at(seq + 10), reread=reread)

@@ -96,7 +96,7 @@ class Capture:
     def catch_up(self) -> None:
         """Read everything that is committed by now, with the loop that a pipeline runs."""
         self._close_stream()
-        runtime = LogLoop(self.capture.live, self._log, target=self.capture.horizon())
+        runtime = LogLoop(self.capture.live, self._log, target=self.capture.committed_until())
         runtime.run(lambda: runtime.caught_up or self._watch.waited)
         assert not self._watch.waited, "the capture waited for a lock that an open transaction holds"
 
@@ -167,9 +167,9 @@ def our_rows(folder: Path) -> list[Row]:
     """Every row of the log, in order of `_seq`."""
     log = ChangeLog.open(folder)
     found: list[tuple[int, Row]] = []
-    for tables in (None, log.numbers(MESSAGE_STREAM.table.name)):
+    for tables in (None, log.table_numbers(MESSAGE_STREAM.table.name)):
         for batch in log.read(1, log.newest(), tables=tables):
-            found += _rows_of(batch.schema, batch.completed())
+            found += _rows_of(batch.schema, batch.with_all_columns())
     found.sort(key=lambda pair: pair[0])
     assert [seq for seq, _ in found] == list(range(1, len(found) + 1)), "`_seq` has a gap"
     return [row for _, row in found]

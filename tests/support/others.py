@@ -85,7 +85,7 @@ def positions_in(folder: Path) -> list[dict[str, Any] | None]:
     """What each commit says of our position, from the first; None if it says nothing."""
     if IS_ICEBERG:
         found = metadata_of(folder)
-        summaries = {item["snapshot-id"]: item["summary"] for item in found.said["snapshots"]}
+        summaries = {item["snapshot-id"]: item["summary"] for item in found.document["snapshots"]}
         told = [summaries[number].get("tailrace") for number in history_of(found)]
         return [None if text is None else json.loads(text) for text in told]
     return [_position_in(file) for file in sorted((folder / "_delta_log").glob("*.json"))]

@@ -18,23 +18,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.changelog.write.log_lease import Lease
-from tailrace.deadletters.store import Bundle, Letters
+from tailrace.changelog.write.log_lease import LogLease
+from tailrace.deadletters.store import DeadLetterBatch, DeadLetterStore
 from tailrace.model import change
-from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
+from tailrace.model.catalogue_facts import CatalogueFacts, ColumnFacts, StorageFacts
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.config.settings import PipelineSettings, load_settings
-from tailrace.pipeline.loads.kept_loads import SeedKeeping
-from tailrace.pipeline.status import APPLIER
-from tailrace.pipeline.tables.registry import Lives
+from tailrace.pipeline.loads.kept_loads import LoadKeeper
+from tailrace.pipeline.status import APPLIER_LEASE
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.tables.delta.table import DeltaRsTable
-from tailrace.tables.fold.by_mode import loaded
-from tailrace.tables.location import Place
-from tailrace.tables.port import Cursor
-from tailrace.tables.spec import Origin
+from tailrace.tables.fold.by_mode import with_added_columns
+from tailrace.tables.location import TableLocation
+from tailrace.tables.port import AppliedPosition
+from tailrace.tables.spec import LoadOrigin
 from tailrace.tables.staging import stage
-from tailrace.tasks.load_store import Seeds, StagedChunk
+from tailrace.tasks.load_store import LoadStore, StagedChunk
 from tailrace.tasks.work import ApplyWork, EvolveWork, Outcome, advance_table
 from tests.support.changes import SHOP, Change, record_batches
 from tests.support.engines import IS_ICEBERG, IS_SPARK, iceberg_table, rows_of, spark_engine
@@ -52,14 +52,16 @@ tables: {{format: {format}, path: ./lake, on_bad_row: {on_bad_row}{form}}}
 THINGS = TableId("public", "things")
 
 
-def told(*names: str) -> Facts:
+def told(*names: str) -> CatalogueFacts:
     """What the catalogue says of a table of these columns."""
     columns = tuple(
-        ColumnFacts(number=SHOP.names.index(name) + 1, nullable=True, default=None, fill=None, stamp=1)
+        ColumnFacts(
+            number=SHOP.names.index(name) + 1, nullable=True, default=None, fast_default=None, definition_version=1
+        )
         for name in names
     )
-    stored = Storage(relation=SHOP.relation or 0, name="public.things", file=5, attached=False)
-    return Facts(columns=columns, storage=(stored,), made=len(SHOP.names))
+    stored = StorageFacts(relation=SHOP.relation or 0, name="public.things", file=5, attached=False)
+    return CatalogueFacts(columns=columns, storage=(stored,), columns_ever=len(SHOP.names))
 
 
 FULL = replace(SHOP, facts=told(*SHOP.names))
@@ -89,12 +91,12 @@ class Quiet:
         return self.place.open()
 
     @property
-    def place(self) -> Place:
-        return self.settings.tables.layout.place(THINGS, ChangeLog.open(self.settings.log.path).log_id)
+    def place(self) -> TableLocation:
+        return self.settings.tables.layout.location(THINGS, ChangeLog.open(self.settings.log.path).log_id)
 
     @property
-    def cursor(self) -> Cursor:
-        found = self.place.look().cursor()
+    def cursor(self) -> AppliedPosition:
+        found = self.place.open_for_reading().applied_position()
         assert found is not None
         return found
 
@@ -104,7 +106,7 @@ class Quiet:
         lives = self.lives()
         at = lives.index.position
         table = self.table if self.place.catalog is None else iceberg_table(self.place)
-        table.load(schema, record_batches(schema, rows), lives.cursor_at(at))
+        table.load(schema, record_batches(schema, rows), lives.applied_position_at(at))
 
     def load_anew(
         self,
@@ -113,47 +115,54 @@ class Quiet:
         schema: TableSchema = SHOP,
         *,
         passed: Lsn | None = None,
-        letters: Sequence[Bundle] = (),
+        letters: Sequence[DeadLetterBatch] = (),
     ) -> None:
         """What a load leaves that saw these rows and all of the log; with `passed`, some rows as they were later, and
         with `letters`, others that it could not bring."""
         lives = self.lives()
         at = lives.index.position
-        cursor = replace(lives.cursor_at(at), load=name)
+        cursor = replace(lives.applied_position_at(at), load=name)
         path = self.settings.log.path
-        Seeds(path).folder(name).mkdir(parents=True, exist_ok=True)
-        Seeds(path).land(name, passed or at)
-        now, aside = self.place.look().cursor(), Letters(path, THINGS)
+        LoadStore(path).folder(name).mkdir(parents=True, exist_ok=True)
+        LoadStore(path).record_commit(name, passed or at)
+        now, aside = self.place.open_for_reading().applied_position(), DeadLetterStore(path, THINGS)
         aside.before_load(name, whole=True, now=now.load if now else None, seq=cursor.seq)
         if letters:
-            aside.write_load(name, cursor.seq, letters)
+            aside.write_load_rejects(name, cursor.seq, letters)
         if self.place.catalog is None:
             self.table.load(schema, record_batches(schema, rows), cursor)
         else:
             self._land(schema, rows, cursor)
 
-    def _land(self, schema: TableSchema, rows: Sequence[dict[str, Any]], cursor: Cursor) -> None:
+    def _land(self, schema: TableSchema, rows: Sequence[dict[str, Any]], cursor: AppliedPosition) -> None:
         """Stage rows as a task of a load does, and land them in an Iceberg table."""
         place, name = self.place, cursor.load or ""
-        origin = Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
-        own = loaded(place.form, schema, record_batches(schema, rows), origin)
-        stored, by = place.form.stored(schema), place.form.partition_by
+        origin = LoadOrigin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
+        own = with_added_columns(place.spec, schema, record_batches(schema, rows), origin)
+        stored, by = place.spec.stored_schema(schema), place.spec.partition_by
         files = stage(place.staging, f"{name}-000000", stored, own, by, numbered=True)
         done = StagedChunk(
-            chunk=0, files=files, keys=(), rows=len(rows), bytes=0, seconds=0.0, seen=cursor.position, letters=0
+            chunk=0,
+            files=files,
+            keys=(),
+            rows=len(rows),
+            bytes=0,
+            seconds=0.0,
+            seen_until=cursor.position,
+            dead_letters=0,
         )
-        Seeds(self.settings.log.path).stage(name, done)
-        iceberg_table(place).land(schema, files, cursor, origin=origin)
+        LoadStore(self.settings.log.path).record_chunk(name, done)
+        iceberg_table(place).commit_load(schema, files, cursor, origin=origin)
 
-    def keep(self, name: str) -> SeedKeeping:
+    def keep(self, name: str) -> LoadKeeper:
         """What the pipeline does once a load has landed."""
         kept = self.seed_keeping()
         kept.keep(self.lives().add(THINGS), name)
         return kept
 
-    def seed_keeping(self) -> SeedKeeping:
+    def seed_keeping(self) -> LoadKeeper:
         tables = self.settings.tables
-        return SeedKeeping(tables.keep_seed, tables.layout, self.lives())
+        return LoadKeeper(tables.keep_seed, tables.layout, self.lives())
 
     def commit(self, *rows: Change, schema: TableSchema = SHOP) -> Lsn:
         """One commit of the log; where it ends."""
@@ -171,10 +180,10 @@ class Quiet:
         self.diary.writer.append(window(begin, begin + STEP, replace(made, data=data), transactions=2))
         return ends
 
-    def lives(self) -> Lives:
+    def lives(self) -> TableRegistry:
         settings = self.settings
-        lives = Lives(ChangeLog.open(settings.log.path), settings.tables.layout, settings.tables.policies_of)
-        lives.grow()
+        lives = TableRegistry(ChangeLog.open(settings.log.path), settings.tables.layout, settings.tables.policies_of)
+        lives.refresh_index()
         return lives
 
     def apply(self, to: int | None = None) -> list[Outcome]:
@@ -211,35 +220,37 @@ class Quiet:
 
 def apply(settings: PipelineSettings, to: int | None = None) -> list[Outcome]:
     log = ChangeLog.open(settings.log.path)
-    lives = Lives(log, settings.tables.layout, settings.tables.policies_of)
-    newest = lives.grow()
+    lives = TableRegistry(log, settings.tables.layout, settings.tables.policies_of)
+    newest = lives.refresh_index()
     end = newest if to is None else to
     life = lives.add(THINGS)
     outcomes: list[Outcome] = []
-    held = Lease(log.path, APPLIER)
+    held = LogLease(log.path, APPLIER_LEASE)
     try:
-        while (stretch := lives.stretch(life, end)) is not None:
-            assert life.cursor is not None
-            assert life.shape is not None
+        while (stretch := lives.next_range(life, end)) is not None:
+            assert life.applied_position is not None
+            assert life.schema is not None
             work: ApplyWork | EvolveWork = ApplyWork(
                 table=THINGS,
                 log=log.path,
-                place=life.place,
+                location=life.location,
                 slices=stretch.slices,
-                shape=life.shape,
-                expected=life.cursor,
-                cursor=stretch.cursor,
-                letters=settings.tables.sets_aside(THINGS),
+                schema=life.schema,
+                expected=life.applied_position,
+                position_after=stretch.position_after,
+                dead_letters_enabled=settings.tables.dead_letters_enabled(THINGS),
             )
             if stretch.recast is not None:
-                work = EvolveWork(table=THINGS, place=life.place, recast=stretch.recast, expected=life.cursor)
+                work = EvolveWork(
+                    table=THINGS, location=life.location, recast=stretch.recast, expected=life.applied_position
+                )
             outcome = _advanced(work)
             outcomes.append(outcome)
             if outcome.error is not None:
                 break
-            assert outcome.cursor is not None
+            assert outcome.applied_position is not None
             assert outcome.schema is not None
-            life.moved(outcome.cursor, outcome.schema)
+            life.record_commit(outcome.applied_position, outcome.schema)
     finally:
         held.release()
     return outcomes
@@ -247,7 +258,7 @@ def apply(settings: PipelineSettings, to: int | None = None) -> list[Outcome]:
 
 def _advanced(work: ApplyWork | EvolveWork) -> Outcome:
     """The work, done by whoever writes the table: Iceberg's connector writes no Delta tables."""
-    if not IS_SPARK or (IS_ICEBERG and work.place.catalog is None):
+    if not IS_SPARK or (IS_ICEBERG and work.location.catalog is None):
         return advance_table(work)
     (outcome,) = spark_engine().run(advance_table, [work])
     return outcome

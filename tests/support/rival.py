@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tailrace.errors import TailraceError
-from tailrace.pipeline.capture.log_capture import OwnLog
+from tailrace.pipeline.capture.log_capture import LeasedLogWriter
 from tests.support.windows import SOURCE, rows_window
 
 PLACES = 1_000_000
@@ -21,7 +21,7 @@ def main(folder: Path, name: int, wins_max: int, flags: set[str]) -> int:
     key, wins = name * PLACES, 0
     while True:
         try:
-            log = OwnLog.open(folder, SOURCE, take_over="take-over" in flags)
+            log = LeasedLogWriter.open(folder, SOURCE, take_over="take-over" in flags)
             while wins < wins_max:
                 begin = log.position.value
                 header = log.append(rows_window(begin, begin + 10, key))

@@ -24,7 +24,7 @@ from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.model.schema import TableId
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.output_batch import Batch, Kind, Limits, Transactions
+from tailrace.runtime.output_batch import Batch, BatchKind, Limits, Transactions
 from tailrace.runtime.sinks import JsonlSink
 from tailrace.state.checkpoint_stores import FileCheckpointStore
 from tailrace.transforms.rules import Encrypt, KeySource, Transforms
@@ -67,7 +67,7 @@ class Followed(JsonlSink):
     last = 0
 
     def write(self, batch: Batch) -> tuple[()]:
-        if batch.kind is Kind.STREAM:
+        if batch.kind is BatchKind.STREAM:
             self.last = max([self.last, *(event.values["id"] for event in batch.events())])
         return super().write(batch)
 
@@ -123,7 +123,7 @@ def follow(runtime: CdcRuntime, how: str, rows: int, out: Path) -> None:
             say(marker="acknowledged", committed=runtime.rows_committed)
             time.sleep(SECONDS_MAX)
         if how == "until":
-            came = batch.kind is Kind.STREAM and rows in told(batch)["ids"]
+            came = batch.kind is BatchKind.STREAM and rows in told(batch)["ids"]
         else:
             came = runtime.rows_committed >= rows
     runtime.stop()

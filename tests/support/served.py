@@ -74,5 +74,5 @@ def drive(runtime: CdcRuntime, mirror: Mirror, enough: Callable[[], bool]) -> li
 
 def reached(runtime: CdcRuntime, source: PostgresCapture) -> Callable[[], bool]:
     """Whether everything that is committed by now was acknowledged, and no snapshot is under way."""
-    end = source.horizon()
+    end = source.committed_until()
     return lambda: runtime.position >= end and runtime.control.status().snapshot is None

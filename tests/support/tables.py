@@ -134,7 +134,7 @@ class Scene:
     def told(self) -> list[Told]:
         """All that the stream has told since the last time, up to now."""
         assert self._stream is not None
-        end, deadline = self.capture.horizon(), time.monotonic() + COME_SECONDS_MAX
+        end, deadline = self.capture.committed_until(), time.monotonic() + COME_SECONDS_MAX
         found: list[Told] = []
         while self.position < end:
             assert time.monotonic() < deadline, "the stream does not come to the end"

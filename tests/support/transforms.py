@@ -84,7 +84,7 @@ def batch(*rows: Mapping[str, Any], schema: TableSchema = PEOPLE) -> ChangeBatch
 def only(found: Sequence[ChangeBatch]) -> list[dict[str, Any]]:
     """The rows of what must be one batch, as they would be stored."""
     assert len(found) == 1
-    assert found[0].completed().schema == found[0].schema.change_schema()
+    assert found[0].with_all_columns().schema == found[0].schema.change_schema()
     rows: list[dict[str, Any]] = found[0].data.to_pylist()
     return rows
 

@@ -22,7 +22,7 @@ def every_kind(root: type[TailraceError] = TailraceError) -> list[type[TailraceE
 def test_every_code_is_documented_and_leads_back_to_its_class(kind: type[TailraceError]) -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
     assert f"| `{kind.code}` |" in page.read_text()
-    assert errors.kind_of(kind.code) is kind
+    assert errors.error_class(kind.code) is kind
     assert isinstance(kind.remedy, Remedy)
 
 
@@ -36,4 +36,4 @@ def test_an_error_is_the_same_after_pickling_and_as_json() -> None:
 
 
 def test_a_code_of_a_later_version_is_still_an_error() -> None:
-    assert errors.kind_of("from-the-future") is TailraceError
+    assert errors.error_class("from-the-future") is TailraceError

@@ -10,19 +10,19 @@ import pytest
 import tailrace
 
 PUBLIC = {
-    "Ack", "Applied", "Batch", "BinlogPosition", "Capabilities", "CdcRuntime", "ChangeBatch",
+    "Ack", "TransformResult", "Batch", "BinlogPosition", "Capabilities", "CdcRuntime", "ChangeBatch",
     "ChangeCapture", "ChangeLog", "Checkpoint", "CheckpointStore", "Column", "Committed", "Control",
     "CustomPosition", "Delete", "Delivered", "Drained", "Event", "ExitCode", "Fact", "Failed", "FanOut",
-    "FileCheckpointStore", "FileSchemaHistory", "Health", "Identity", "JsonlSink", "KeySource", "Kind", "Lag",
-    "Letter", "Limits", "LogSink", "LogWriter", "Lost", "Lsn", "MariadbGtidSet", "MemoryCapture",
+    "FileCheckpointStore", "FileSchemaHistory", "Health", "Identity", "JsonlSink", "KeySource", "BatchKind", "Lag",
+    "DeadLetter", "Limits", "LogSink", "LogWriter", "Lost", "Lsn", "MariadbGtidSet", "MemoryCapture",
     "MemoryCheckpointStore", "MemorySchemaHistory", "MemorySink", "Merge", "MysqlGtidSet", "Nothing",
     "Operation", "Paused", "PollFailed", "PositionType", "PostgresCapture", "PostgresSettings", "RecordedStream",
     "Rejected", "Remedy", "Replace", "Resumed", "Retention", "RowsRejected", "Rule", "RuleHalted", "RuleUnmatched",
-    "SchemaEvent", "SchemaHistory", "SchemaVersion", "SetAside", "ShapeSeen", "Sink", "SnapshotBegun",
+    "SchemaEvent", "SchemaHistory", "SchemaVersion", "RowsDeadLettered", "SchemaSeen", "Sink", "SnapshotBegun",
     "SnapshotEnded", "SourceId", "SqlServerLsn", "StartFailed", "Started", "State", "Status", "Stopped",
     "Stream", "StreamOpened", "StreamSink", "TableId", "TableRead", "TableRouter", "TableSchema",
     "TailraceError", "Transactions", "TransformPlan", "TransformedStream", "Transforms", "Truncate",
-    "Unmatched", "Verdict", "Window", "batch_of", "check_key", "rules", "seed_checkpoint", "to_debezium", "to_json",
+    "UnmatchedRule", "Verdict", "Window", "batch_of", "check_key", "rules", "seed_checkpoint", "to_debezium", "to_json",
 }  # fmt: skip
 SPARKS = {"CdcSource", "register", "tables_at"}
 """Named by whoever wants them: `import *` is for those without Spark, too."""
@@ -59,7 +59,14 @@ runtime, sink = CdcRuntime(source, MemoryCheckpointStore(), MemorySchemaHistory(
 runtime.run(sink, lambda: runtime.rows_committed)
 print({name for name in ('pyspark', 'py4j', 'deltalake', 'numba') if name in sys.modules}, runtime.rows_committed)
 """
-    compiled = {"PostgresCapture", "Applied", "Letter", "TransformPlan", "TransformedStream", "Unmatched"}
+    compiled = {
+        "PostgresCapture",
+        "TransformResult",
+        "DeadLetter",
+        "TransformPlan",
+        "TransformedStream",
+        "UnmatchedRule",
+    }
     light = PUBLIC - compiled - {"rules"}
     names = "from tailrace import " + ", ".join(sorted(light))
     assert printed(code.replace("from tailrace import *", names)) == "set() 1"

@@ -20,7 +20,7 @@ import pyarrow as pa
 from tailrace.errors import ConfigError, Unsupported
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.position_kinds import P, Position, type_of
+from tailrace.model.position_kinds import P, Position, position_type_of
 from tailrace.model.schema import TableId, TableSchema
 
 
@@ -90,7 +90,7 @@ class TableReader(Protocol):
 class TableSnapshot(Protocol):
     """Tables as of one position of the log: exactly what committed at or before `point`."""
 
-    point: Lsn
+    position: Lsn
 
     def reader(self) -> TableReader:
         """A reader; valid while the snapshot is open."""
@@ -115,7 +115,7 @@ class ChangeCapture(Protocol):
 
 
 @runtime_checkable
-class Counting(Protocol):
+class CustomPositionSource(Protocol):
     """A source that does not count in `Lsn`."""
 
     @property
@@ -124,24 +124,24 @@ class Counting(Protocol):
         reaches those before it, and a row's `_position` is the text of one."""
 
 
-def beginning_of(source: object) -> Position:
+def first_position(source: object) -> Position:
     """Where a stream of this source begins that is new, if it does not say otherwise when it gets ready."""
-    return source.beginning if isinstance(source, Counting) else ZERO
+    return source.beginning if isinstance(source, CustomPositionSource) else ZERO
 
 
-def require_kind(position: Position, beginning: Position) -> None:
+def require_position_type(position: Position, beginning: Position) -> None:
     """Refuse a position of a source that does not count in such."""
     if type(position) is not type(beginning):
         raise ConfigError(
             "a source gave a position of another kind than it counts in",
-            found=type_of(position).value,
-            expected=type_of(beginning).value,
+            found=position_type_of(position).value,
+            expected=position_type_of(beginning).value,
             hint="Let its `beginning` be of the kind that its windows have.",
         )
 
 
 @runtime_checkable
-class Anchored(Protocol[P]):
+class PreparedSource(Protocol[P]):
     """A source that knows which database it is, and gets ready before it is streamed from."""
 
     def identify(self) -> SourceId:
@@ -153,7 +153,7 @@ class Anchored(Protocol[P]):
 
 
 @runtime_checkable
-class Undoing(Protocol):
+class RevertibleSource(Protocol):
     """An anchored source that makes something at its server when it gets ready for a stream that is new."""
 
     def unprepare(self) -> None:
@@ -162,21 +162,21 @@ class Undoing(Protocol):
 
 
 @runtime_checkable
-class OfTimeline(Protocol):
+class HasTimeline(Protocol):
     """A stream that knows the history its positions are of."""
 
     timeline: int
 
 
-class StreamOfTimeline(Stream, OfTimeline, Protocol):
+class TimelineStream(Stream, HasTimeline, Protocol):
     """A stream that is one, whatever stands around it."""
 
 
 @runtime_checkable
-class Remembering(Protocol):
+class SchemaAwareSource(Protocol):
     """A source to which the last known shapes of its tables are told: rows may come of one that is gone."""
 
-    def remember(self, shapes: Sequence[TableSchema]) -> None: ...
+    def remember_schemas(self, shapes: Sequence[TableSchema]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

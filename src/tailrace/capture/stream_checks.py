@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from tailrace.capture.port import require_kind
+from tailrace.capture.port import require_position_type
 from tailrace.errors import ConfigError
 from tailrace.model import change
 from tailrace.model.batch import AnyWindow, ChangeBatch, Window
@@ -17,7 +17,7 @@ from tailrace.model.position_kinds import Position, reaches
 from tailrace.model.schema import TableSchema
 from tailrace.validation import require_instance, require_methods
 
-_ALWAYS = tuple(field.name for field in change.ALWAYS)
+_ALWAYS = tuple(field.name for field in change.REQUIRED)
 
 
 def require_stream(stream: object) -> None:
@@ -29,7 +29,7 @@ def require_stream(stream: object) -> None:
 def require_window(window: AnyWindow, after: Position) -> None:
     """Refuse what is no window behind this position."""
     require_instance("read(…)", window, Window, "Return a `Window`, or None if nothing came in time.")
-    require_kind(window.end, after)
+    require_position_type(window.end, after)
     if not reaches(after, window.start):
         raise ConfigError(
             "a window begins behind the place that it was asked for: something is left out",

@@ -104,4 +104,4 @@ def _text(found: dict[str, Checkpoint]) -> str:
         cells = (key, item.source_type, str(item.position), item.transaction or log_view.NONE)
         time = item.time.isoformat(timespec="seconds").replace("+00:00", "Z")
         view.add_row(*(Text(one_line(cell)) for cell in cells), time, human_seconds(item.age_seconds))
-    return log_view.rendered(view)
+    return log_view.render_text(view)

@@ -8,7 +8,7 @@ import json
 from tailrace.cli.log_lines import one_line, redact
 from tailrace.cli.output import print_json, print_out
 from tailrace.control import dead_letter_actions
-from tailrace.control.dead_letter_actions import Asked, DeadLetter
+from tailrace.control.dead_letter_actions import DeadLetterEntry, DeadLetterRequestResult
 from tailrace.errors import ConfigError, ExitCode
 from tailrace.pipeline.config.settings import PipelineSettings
 
@@ -17,13 +17,13 @@ def dead_letters(settings: PipelineSettings, arguments: argparse.Namespace) -> E
     """Do what was asked for."""
     _refuse_nonsense(arguments)
     if arguments.action == "replay":
-        asked = dead_letter_actions.replay(settings, arguments.tables)
+        asked = dead_letter_actions.request_replay(settings, arguments.tables)
         _tell(asked, arguments, done="replayed", text=_replay_text(asked, arguments.file))
     elif arguments.forget:
-        asked = dead_letter_actions.forget(settings, arguments.tables, arguments.seq or ())
+        asked = dead_letter_actions.forget_dead_letters(settings, arguments.tables, arguments.seq or ())
         _tell(asked, arguments, done="forgotten", text=_forget_text(asked))
     else:
-        letters = dead_letter_actions.open_letters(settings, arguments.tables, payload=arguments.payload)
+        letters = dead_letter_actions.list_dead_letters(settings, arguments.tables, payload=arguments.payload)
         if arguments.json:
             print_json({"letters": [letter.to_json() for letter in letters]})
         else:
@@ -41,20 +41,20 @@ def _refuse_nonsense(arguments: argparse.Namespace) -> None:
         raise ConfigError("`--seq` goes with `--forget` only", hint="`list` shows every letter with its number.")
 
 
-def _tell(asked: Asked, arguments: argparse.Namespace, *, done: str, text: str) -> None:
+def _tell(asked: DeadLetterRequestResult, arguments: argparse.Namespace, *, done: str, text: str) -> None:
     if arguments.json:
         tables = [
             {"schema": table.schema, "table": table.name, "letters": count}
             | ({"stopped": asked.stopped[table]} if table in asked.stopped else {})
             for table, count in asked.tables.items()
         ]
-        kept = [{"schema": table.schema, "table": table.name, "letters": n} for table, n in asked.kept.items()]
+        kept = [{"schema": table.schema, "table": table.name, "letters": n} for table, n in asked.unreplayable.items()]
         print_json({done: tables, "apply_pid": asked.apply_pid} | ({"kept": kept} if kept else {}))
     else:
         print_out(redact(text))
 
 
-def _line(letter: DeadLetter) -> str:
+def _line(letter: DeadLetterEntry) -> str:
     said = (
         f"{letter.name} · seq {letter.seq} · {letter.operation} at {letter.position} · transaction {letter.transaction}"
         f" · {letter.committed_at} · {letter.cause} [{letter.code}]"
@@ -64,11 +64,11 @@ def _line(letter: DeadLetter) -> str:
     return one_line(said + payload)
 
 
-def _replay_text(asked: Asked, file: str) -> str:
+def _replay_text(asked: DeadLetterRequestResult, file: str) -> str:
     kept = [
         f"{table}: {_count(count)} cannot be tried again, for the source no longer has the row as it was: look with "
         f"`list {table} --payload`, then drop with `list {table} --forget`"
-        for table, count in asked.kept.items()
+        for table, count in asked.unreplayable.items()
     ]
     if not asked.tables:
         return "\n".join(map(one_line, kept)) or "there are no dead letters"
@@ -92,7 +92,7 @@ def _replay_text(asked: Asked, file: str) -> str:
     return "\n".join(map(one_line, lines))
 
 
-def _forget_text(asked: Asked) -> str:
+def _forget_text(asked: DeadLetterRequestResult) -> str:
     lines = [f"{table}: {_count(count)} dropped; the rows stay as they are" for table, count in asked.tables.items()]
     return "\n".join(map(one_line, lines)) or "there are no dead letters"
 

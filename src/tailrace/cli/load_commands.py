@@ -8,10 +8,10 @@ import argparse
 from tailrace.cli.log_lines import one_line, redact
 from tailrace.cli.output import print_json, print_out
 from tailrace.control import load_requests
-from tailrace.control.load_requests import Asked
+from tailrace.control.load_requests import LoadRequestResult
 from tailrace.errors import ConfigError, ExitCode
 from tailrace.pipeline.config.settings import PipelineSettings
-from tailrace.tasks.load_store import Hold, LoadMode
+from tailrace.tasks.load_store import LoadHold, LoadMode
 
 
 def snapshot(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
@@ -23,28 +23,28 @@ def snapshot(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitC
             hint="Give one or the other.",
         )
     if holding:
-        what = Hold.PAUSED if arguments.pause else Hold.STOPPED if arguments.stop else None
-        asked = load_requests.hold(settings, arguments.tables, what)
+        what = LoadHold.PAUSED if arguments.pause else LoadHold.STOPPED if arguments.stop else None
+        asked = load_requests.hold_loads(settings, arguments.tables, what)
     else:
         mode = LoadMode(arguments.mode or LoadMode.REPLACE.value)
-        asked = load_requests.ask(settings, arguments.tables, mode=mode, where=arguments.where)
+        asked = load_requests.request_loads(settings, arguments.tables, mode=mode, where=arguments.where)
     return _tell(asked, arguments)
 
 
 def retry(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     """Write down which tables are to be tried again; whoever applies does it."""
-    return _tell(load_requests.retry(settings, arguments.tables), arguments)
+    return _tell(load_requests.request_retries(settings, arguments.tables), arguments)
 
 
-def _tell(asked: Asked, arguments: argparse.Namespace) -> ExitCode:
+def _tell(asked: LoadRequestResult, arguments: argparse.Namespace) -> ExitCode:
     if arguments.json:
         print_json(asked.to_json())
     else:
-        print_out(asked_text(asked, arguments.file))
+        print_out(request_text(asked, arguments.file))
     return ExitCode.OK
 
 
-def asked_text(asked: Asked, file: str) -> str:
+def request_text(asked: LoadRequestResult, file: str) -> str:
     """A line per table, then who does it."""
     none = "no table has failed" if asked.action == "retry" else "no tables yet"
     lines = [f"{table.name}: {table.said}" for table in asked.tables] or [none]

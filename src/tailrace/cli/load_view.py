@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tailrace.cli.log_lines import one_line
 from tailrace.cli.units import human_bytes, human_count, human_rate, human_seconds
-from tailrace.pipeline.report import LoadDone, LoadStatus, TableState, TableStatus
+from tailrace.pipeline.report import LoadResult, LoadStatus, TableState, TableStatus
 
 BAR_COLUMNS = 16
 LINES_MAX = 10
@@ -30,7 +30,7 @@ _STAGES = {
 # ---- while they run --------------------------------------------------------------------------------------
 
 
-def loading(tables: Sequence[TableStatus]) -> list[tuple[TableStatus, LoadStatus]]:
+def running_loads(tables: Sequence[TableStatus]) -> list[tuple[TableStatus, LoadStatus]]:
     """The tables that are being loaded, each with how that stands."""
     return [(table, table.load) for table in tables if table.load is not None]
 
@@ -42,7 +42,7 @@ def rows_under_way(table: TableStatus) -> int:
     return 0 if table.load.stage == "replaying" else table.load.rows
 
 
-def stage(load: LoadStatus) -> str:
+def stage_text(load: LoadStatus) -> str:
     """What the load is at, in words."""
     said = _STAGES.get(load.stage, load.stage)
     if load.stage == "waiting" and load.waiting_for:
@@ -50,7 +50,7 @@ def stage(load: LoadStatus) -> str:
     return f"{said}, {BUSY}" if load.backing_off and load.stage == "reading" else said
 
 
-def share(table: TableStatus, load: LoadStatus) -> float:
+def load_fraction(table: TableStatus, load: LoadStatus) -> float:
     """How much of the load is done: by chunks and, inside of them, by the rows that the source expects.
 
     Only its own end makes it whole, for the estimate may be low.
@@ -66,7 +66,7 @@ def load_cell(table: TableStatus) -> ConsoleRenderable:
     load = table.load
     if load is not None:  # its bar stands with the loads
         rows = human_count(load.rows)
-        return Text(rows if load.stage == "replaying" else f"{share(table, load):.0%} {rows}")
+        return Text(rows if load.stage == "replaying" else f"{load_fraction(table, load):.0%} {rows}")
     if table.state not in (TableState.SEEDING, TableState.REFRESHING):
         return Text(human_count(table.rows_loaded))
     if not table.load_rows_estimated:
@@ -79,13 +79,13 @@ def load_cell(table: TableStatus) -> ConsoleRenderable:
 
 def loads_view(tables: Sequence[TableStatus], *, rows_max: int | None = None) -> Table:
     """The loads that are under way, each on one line where there is room for so many only."""
-    found = sorted(loading(tables), key=lambda pair: pair[1].stage != "reading")
+    found = sorted(running_loads(tables), key=lambda pair: pair[1].stage != "reading")
     view = Table(box=SIMPLE_HEAD, pad_edge=False)
     view.add_column("load of", overflow="fold", min_width=10)
     view.add_column("", no_wrap=True)
     view.add_column("progress", overflow="fold")
     for table, load in found[:rows_max]:
-        bar = Text("") if load.stage == "replaying" else _bar(share(table, load))
+        bar = Text("") if load.stage == "replaying" else _bar(load_fraction(table, load))
         said = Text(_figures(table, load), style=_style(load))
         if rows_max is not None:  # of the text, not of the column: a column that may not wrap takes all there is
             said.no_wrap, said.overflow = True, "ellipsis"
@@ -97,7 +97,7 @@ def loads_view(tables: Sequence[TableStatus], *, rows_max: int | None = None) ->
 
 def load_lines(tables: Sequence[TableStatus]) -> list[str]:
     """The same, a line each, for where nothing can be redrawn."""
-    found = loading(tables)
+    found = running_loads(tables)
     lines = [f"load of {table.name}: {_figures(table, load)}" for table, load in found[:LINES_MAX]]
     return lines + ([f"… and {len(found) - LINES_MAX} more loads"] if len(found) > LINES_MAX else [])
 
@@ -105,10 +105,10 @@ def load_lines(tables: Sequence[TableStatus]) -> list[str]:
 def _figures(table: TableStatus, load: LoadStatus) -> str:
     """What matters most first: the rest may be cut."""
     if load.stage == "replaying":
-        return stage(load)
+        return stage_text(load)
     parts = [
-        f"{share(table, load):.0%}",
-        stage(load),
+        f"{load_fraction(table, load):.0%}",
+        stage_text(load),
         *([f"{human_seconds(load.seconds_left)} left"] if load.seconds_left is not None else []),
         human_count(load.rows, "row"),
         human_rate(load.rows_per_second),
@@ -130,21 +130,21 @@ def _style(load: LoadStatus) -> str:
 # ---- when they have ended --------------------------------------------------------------------------------
 
 
-class Loads:
+class FinishedLoads:
     """Sees statuses, one after the other, and tells which loads have landed in between."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[str, str], float] = {}
-        self.done: list[TableStatus] = []
+        self.finished: list[TableStatus] = []
         """A table is here as often as it was loaded, each time as it was then."""
 
-    def see(self, tables: Sequence[TableStatus]) -> list[TableStatus]:
+    def update(self, tables: Sequence[TableStatus]) -> list[TableStatus]:
         """The tables of which a load has landed since the last look."""
         loaded = [table for table in tables if table.last_load]
         landed = {(table.schema, table.table): table.last_load.landed_at for table in loaded if table.last_load}
         fresh = [table for table in loaded if landed[key := (table.schema, table.table)] != self._told.get(key)]
         self._told |= landed
-        self.done += fresh
+        self.finished += fresh
         return fresh
 
 
@@ -172,7 +172,7 @@ def loaded_text(loads: Sequence[TableStatus]) -> str:
     return "\n".join(one_line(line) for line in lines)
 
 
-def _totals(done: LoadDone) -> list[str]:
+def _totals(done: LoadResult) -> list[str]:
     return [
         human_count(done.rows, "row"),
         human_bytes(done.bytes),

@@ -10,19 +10,19 @@ from tailrace.cli import log_view
 from tailrace.cli.output import print_error, print_json, print_out
 from tailrace.control import log_actions
 from tailrace.errors import ConfigError, ExitCode
-from tailrace.pipeline.config.quantities import Refused, parse_duration
+from tailrace.pipeline.config.quantities import InvalidQuantity, parse_duration
 from tailrace.pipeline.config.settings import PipelineSettings
 
 
 def log(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     """Look at the log, or act on it by hand."""
     older_than = _older_than(arguments)
-    path, keeping = settings.log.path, settings.log.keeping
+    path, keeping = settings.log.path, settings.log.maintenance_policy
     if arguments.action == "show":
-        found = log_actions.show(path)
+        found = log_actions.read_overview(path)
         _print(arguments, found.to_json(), lambda: log_view.log_text(found))
     elif arguments.action == "schemas":
-        versions = log_actions.versions(path)
+        versions = log_actions.read_schema_versions(path)
         data = {"versions": [version.to_json() for version in versions]}
         _print(arguments, data, lambda: log_view.versions_text(versions))
     elif arguments.action == "verify":
@@ -32,7 +32,7 @@ def log(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
             sealed = log_actions.seal(path, grace_seconds=keeping.grace_seconds, progress=progress)
         _print(arguments, sealed.to_json(), lambda: log_view.sealed_text(sealed))
     else:
-        trimmed = log_actions.trim(path, keeping.policy, older_than_seconds=older_than)
+        trimmed = log_actions.trim(path, keeping.retention, older_than_seconds=older_than)
         _print(arguments, trimmed.to_json(), lambda: log_view.trim_text(trimmed, arguments.file))
     return ExitCode.OK
 
@@ -54,7 +54,7 @@ def consumers(settings: PipelineSettings, arguments: argparse.Namespace) -> Exit
     """Show whom the log is kept for, or forget one of them."""
     path = settings.log.path
     if arguments.forget is not None:
-        log_actions.forget(path, arguments.forget)
+        log_actions.forget_consumer(path, arguments.forget)
         _print(arguments, {"forgotten": arguments.forget}, lambda: f"forgot consumer {arguments.forget}")
         return ExitCode.OK
     found = log_actions.readers(path)
@@ -78,5 +78,5 @@ def _older_than(arguments: argparse.Namespace) -> float | None:
         )
     try:
         return parse_duration(arguments.older_than)
-    except Refused as refused:
+    except InvalidQuantity as refused:
         raise ConfigError(f"`--older-than` {refused}", hint=refused.hint) from None

@@ -26,7 +26,7 @@ _PUBLIC = ("tailrace", "postgres", "postgresql", "password", "localhost")
 _secrets: set[str] = set()
 
 
-def hide(url: str) -> None:
+def hide_passwords_of(url: str) -> None:
     """From now on neither this URL nor its password is printed, whoever prints it.
 
     A password that is also the user's or the database's name is hidden inside URLs only: it keeps nothing

@@ -15,7 +15,14 @@ from rich.text import Text
 from tailrace.cli.log_lines import one_line
 from tailrace.cli.status_view import console_for
 from tailrace.cli.units import human_bytes, human_count, human_seconds
-from tailrace.pipeline.report import LogOverview, LogReader, LogSealed, LogTrim, LogVerdict, LogVersion
+from tailrace.pipeline.report import (
+    LoggedSchemaVersion,
+    LogOverview,
+    LogReaderStatus,
+    LogSealResult,
+    LogTrimResult,
+    LogVerifyResult,
+)
 
 NONE = "–"
 WIDE_COLUMNS = 130
@@ -23,7 +30,7 @@ WIDE_COLUMNS = 130
 _STYLES = {"live": "green", "expired": "dim", "detached": "bold red"}
 
 
-def rendered(*parts: RenderableType) -> str:
+def render_text(*parts: RenderableType) -> str:
     """The parts as text for stdout: lines are never wrapped, tables are as wide as the screen."""
     console = console_for(stream_is_stderr=False)
     with console.capture() as captured:
@@ -43,12 +50,12 @@ def progress_bar(text: str, *, of_bytes: bool) -> Iterator[Callable[[int, int], 
     columns = (TextColumn(text), BarColumn(), amount, TimeRemainingColumn())
     shown = Progress(*columns, console=console, transient=True)
     task = shown.add_task("", total=None)
-    with console.while_it_lasts():
+    with console.until_pipe_closes():
         shown.start()
     try:
         yield lambda done, of: shown.update(task, completed=done, total=of)
     finally:
-        with console.while_it_lasts():
+        with console.until_pipe_closes():
             shown.stop()
 
 
@@ -65,7 +72,7 @@ def log_text(log: LogOverview) -> str:
         f"kept for {human_count(log.lake_tables, 'lake table')} and {human_count(log.consumers, 'consumer')}",
     ]
     parts: list[RenderableType] = [Text(one_line(line)) for line in lines]
-    return rendered(*parts, _tables_view(log) if log.tables else Text("no tables yet"))
+    return render_text(*parts, _tables_view(log) if log.tables else Text("no tables yet"))
 
 
 def _commits(log: LogOverview) -> str:
@@ -106,7 +113,7 @@ def _tables_view(log: LogOverview) -> Table:
     return view
 
 
-def versions_text(versions: Sequence[LogVersion]) -> str:
+def versions_text(versions: Sequence[LoggedSchemaVersion]) -> str:
     """Every version of every table's shape, and what became of the table with each."""
     if not versions:
         return "no tables yet"
@@ -123,18 +130,18 @@ def versions_text(versions: Sequence[LogVersion]) -> str:
             version.committed_at or NONE,
             Text(one_line("; ".join(_changed(version)))),
         )
-    return rendered(view)
+    return render_text(view)
 
 
-def _changed(version: LogVersion) -> Iterator[str]:
+def _changed(version: LoggedSchemaVersion) -> Iterator[str]:
     definition = version.definition
     if version.version == 1:
         key = ", ".join(definition["key"])
         yield human_count(len(definition["columns"]), "column") + (f", key {key}" if key else ", no key")
-    yield from described(definition)
+    yield from describe_evolution(definition)
 
 
-def described(evolution: dict[str, Any]) -> Iterator[str]:
+def describe_evolution(evolution: dict[str, Any]) -> Iterator[str]:
     """What became of a table from one version to the next, in words."""
     for change in evolution.get("changes", ()):
         yield _CHANGES[change["kind"]](change)
@@ -161,7 +168,7 @@ _CHANGES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def verdict_text(found: LogVerdict) -> str:
+def verdict_text(found: LogVerifyResult) -> str:
     """What a look at every byte came to, in one line."""
     said = "ok" if found.ok else human_count(found.problems_total, "problem")
     return (
@@ -170,7 +177,7 @@ def verdict_text(found: LogVerdict) -> str:
     )
 
 
-def sealed_text(done: LogSealed) -> str:
+def sealed_text(done: LogSealResult) -> str:
     """What sealing did, in one line."""
     parts = []
     if done.commits:
@@ -187,7 +194,7 @@ def sealed_text(done: LogSealed) -> str:
     return " · ".join([*parts, human_seconds(done.seconds)])
 
 
-def trim_text(done: LogTrim, file: str) -> str:
+def trim_text(done: LogTrimResult, file: str) -> str:
     """What trimming let go of, and what stays for whom."""
     lines = ["there was nothing to let go of"]
     if done.files:
@@ -202,10 +209,10 @@ def trim_text(done: LogTrim, file: str) -> str:
             lines.append(f"{reader.kind} {reader.name} holds {human_bytes(reader.held_bytes)}")
         elif reader.state != "live":
             lines.append(f"{reader.kind} {reader.name} is {reader.state} and holds nothing")
-    return rendered(*(Text(one_line(line)) for line in lines))
+    return render_text(*(Text(one_line(line)) for line in lines))
 
 
-def readers_text(readers: Sequence[LogReader]) -> str:
+def readers_text(readers: Sequence[LogReaderStatus]) -> str:
     """Everyone the log is kept for; on a narrow screen without what is needed least."""
     if not readers:
         return "nobody has said what they need of this log"
@@ -224,10 +231,10 @@ def readers_text(readers: Sequence[LogReader]) -> str:
         view.add_column("reads", overflow="fold", min_width=6)
     for reader in readers:
         view.add_row(*_cells(reader, wide=wide))
-    return rendered(view)
+    return render_text(view)
 
 
-def _cells(reader: LogReader, *, wide: bool) -> list[RenderableType]:
+def _cells(reader: LogReaderStatus, *, wide: bool) -> list[RenderableType]:
     behind = human_count(reader.behind_rows, "row") if reader.behind_rows else NONE
     if wide and reader.behind_rows:
         behind += f", {human_count(reader.behind_commits, 'commit')}"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tailrace.pipeline.report import Observer, PipelineStatus, Summary
 
 
-class Engine(Protocol):
+class CommandRunner(Protocol):
     """What the commands call. Each call blocks until its work is done, tells the observer on the way, and
     raises a TailraceError when it cannot go on."""
 
@@ -47,7 +47,7 @@ class Engine(Protocol):
     def read_status(self, settings: PipelineSettings) -> PipelineStatus: ...
 
 
-class PipelineEngine:
+class PipelineCommandRunner:
     """The real one; every method imports what it needs and no more."""
 
     def run(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool) -> Summary:
@@ -111,7 +111,7 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
 
-class _Version(argparse.Action):
+class _VersionAction(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib import metadata
 
@@ -165,7 +165,7 @@ def build_parser() -> Parser:
     """The commands and their flags, as docs/reference/cli.md lists them."""
     about = "Change data capture on Spark: every committed change of a database, in lake tables."
     parser = Parser(prog="tailrace", allow_abbrev=False, description=about)
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("--version", action=_VersionAction, nargs=0, help="print the version and exit")
     _add_log_level(parser, "warning")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, description in COMMANDS.items():
@@ -276,14 +276,14 @@ def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
 # ---- commands --------------------------------------------------------------------------------------------
 
 
-def load(file: str) -> PipelineSettings:
+def load_pipeline_settings(file: str) -> PipelineSettings:
     """The settings; from here on their passwords are kept out of everything printed."""
     from tailrace.pipeline.config.settings import load_settings
 
     settings = load_settings(file)
-    log_lines.hide(settings.source.url)
+    log_lines.hide_passwords_of(settings.source.url)
     if settings.load.standby is not None:
-        log_lines.hide(settings.load.standby)
+        log_lines.hide_passwords_of(settings.load.standby)
     return settings
 
 
@@ -306,9 +306,9 @@ def check(arguments: argparse.Namespace) -> ExitCode:
     return ExitCode.CONFIG if problems else ExitCode.OK
 
 
-def status(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
+def status(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCode:
     """Show the pipeline; that a table is broken is news, not a failure of this command."""
-    found = engine.read_status(load(arguments.file))
+    found = engine.read_status(load_pipeline_settings(arguments.file))
     if arguments.json:
         print_json(found.to_json())
         return ExitCode.OK
@@ -321,9 +321,9 @@ def status(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
     return ExitCode.OK
 
 
-def drop(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
+def drop(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCode:
     """Remove what was made at the source, after a yes."""
-    settings = load(arguments.file)
+    settings = load_pipeline_settings(arguments.file)
     if not arguments.yes and not confirmed(settings):
         print("nothing was removed", file=sys.stderr)
         return ExitCode.INTERRUPTED
@@ -338,24 +338,24 @@ def drop(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
 
 def confirmed(settings: PipelineSettings) -> bool:
     """Whether the person at the terminal says yes; without one, ask for `--yes`."""
-    from tailrace.capture.postgres.connect import place
+    from tailrace.capture.postgres.connect import redacted_url
 
     if not sys.stdin or not sys.stdin.isatty():
         raise ConfigError(
             "`tailrace drop` asks before it removes anything, and there is no terminal to ask on",
             hint="Add `--yes` to remove the slot and publication without being asked.",
         )
-    what = f"the slot and publication that pipeline `{settings.name}` made at {place(settings.source.url)}"
+    what = f"the slot and publication that pipeline `{settings.name}` made at {redacted_url(settings.source.url)}"
     print(f"Remove {what}?\nLog and tables stay. [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def work(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
+def run_command(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCode:
     """`run`, `capture` and `apply`: go, show, sum up."""
     from tailrace.cli import load_view, status_view
     from tailrace.pipeline.report import tables_exit_code
 
-    settings = load(arguments.file)
+    settings = load_pipeline_settings(arguments.file)
     until, take_over = arguments.until_caught_up, arguments.take_over
     with status_view.observer_for(quiet=arguments.quiet) as observer:
         if arguments.command == "run":
@@ -366,8 +366,8 @@ def work(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
             summary = engine.capture(
                 settings, until_caught_up=until, observer=observer, take_over=take_over, child=arguments.child
             )
-    observer.loads.see(summary.tables)
-    loads = observer.loads.done
+    observer.finished_loads.update(summary.tables)
+    loads = observer.finished_loads.finished
     code = summary.exit_code
     if code is ExitCode.OK and until and arguments.command != "capture":
         code = tables_exit_code(summary.tables)
@@ -386,7 +386,7 @@ def work(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
 def print_broken(summary: Summary, file: str) -> None:
     """An error and a hint for every table that waits for a person."""
     for table in summary.tables:
-        if table.state.broken:
+        if table.state.is_blocked:
             detail = f": {table.detail}" if table.detail else ""
             reason = f" [{table.reason}]" if table.reason else ""
             hint = table.hint or f"`tailrace status {file}` shows every table."
@@ -396,7 +396,7 @@ def print_broken(summary: Summary, file: str) -> None:
 # ---- the boundary ----------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str] | None = None, *, engine: Engine | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, engine: CommandRunner | None = None) -> int:
     """Run one command; the exit code. Every exception ends here."""
     given = list(sys.argv[1:] if argv is None else argv)
     if sys.stdout and hasattr(sys.stdout, "reconfigure"):
@@ -408,7 +408,7 @@ def main(argv: Sequence[str] | None = None, *, engine: Engine | None = None) -> 
             # The parent shows progress and tells errors; it reads both from one JSON object.
             arguments.json = arguments.quiet = True
         log_lines.set_up(arguments.log_level)
-        return dispatch(arguments, engine or PipelineEngine())
+        return dispatch(arguments, engine or PipelineCommandRunner())
     except TailraceError as error:
         return fail(error, arguments)
     except KeyboardInterrupt:
@@ -417,7 +417,7 @@ def main(argv: Sequence[str] | None = None, *, engine: Engine | None = None) -> 
         return fail(unexpected(error, arguments), arguments)
 
 
-def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
+def dispatch(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCode:
     """Call the command that was asked for."""
     if arguments.command == "check":
         return check(arguments)
@@ -429,13 +429,17 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
         from tailrace.cli import log_commands
 
         handle = log_commands.log if arguments.command == "log" else log_commands.consumers
-        return handle(load(arguments.file), arguments)
+        return handle(load_pipeline_settings(arguments.file), arguments)
     if arguments.command == "schema-history":
         from tailrace.cli import schema_commands
-        from tailrace.control.schema_history_view import of_folder, of_log
+        from tailrace.control.schema_history_view import open_folder_history, open_log_history
 
         folder = os.path.isdir(arguments.file)
-        history = of_folder(arguments.file) if folder else of_log(load(arguments.file).log.path)
+        history = (
+            open_folder_history(arguments.file)
+            if folder
+            else open_log_history(load_pipeline_settings(arguments.file).log.path)
+        )
         return schema_commands.schema_history(history, arguments)
     if arguments.command == "checkpoints":
         from tailrace.cli import checkpoint_commands
@@ -444,29 +448,29 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
     if arguments.command == "tail":
         from tailrace.cli import tail_command
 
-        return tail_command.tail(load(arguments.file), arguments)
+        return tail_command.tail(load_pipeline_settings(arguments.file), arguments)
     if arguments.command == "at":
         from tailrace.cli import at_command as at
 
-        return at.at(load(arguments.file), arguments)
+        return at.at(load_pipeline_settings(arguments.file), arguments)
     if arguments.command == "evolve":
         from tailrace.cli import evolve_command
 
-        return evolve_command.evolve(load(arguments.file), arguments)
+        return evolve_command.evolve(load_pipeline_settings(arguments.file), arguments)
     if arguments.command == "rebuild":
         from tailrace.cli import rebuild_command
 
-        return rebuild_command.run_rebuild(load(arguments.file), arguments)
+        return rebuild_command.run_rebuild(load_pipeline_settings(arguments.file), arguments)
     if arguments.command == "dead-letters":
         from tailrace.cli import dead_letter_commands
 
-        return dead_letter_commands.dead_letters(load(arguments.file), arguments)
+        return dead_letter_commands.dead_letters(load_pipeline_settings(arguments.file), arguments)
     if arguments.command in ("snapshot", "retry"):
         from tailrace.cli import load_commands
 
         ask = load_commands.snapshot if arguments.command == "snapshot" else load_commands.retry
-        return ask(load(arguments.file), arguments)
-    return work(arguments, engine)
+        return ask(load_pipeline_settings(arguments.file), arguments)
+    return run_command(arguments, engine)
 
 
 def fail(error: TailraceError, arguments: argparse.Namespace) -> ExitCode:

@@ -9,7 +9,7 @@ from tailrace.cli.log_lines import one_line, redact
 from tailrace.cli.output import print_json, print_out
 from tailrace.cli.units import human_count, human_seconds
 from tailrace.control import rebuild
-from tailrace.control.rebuild import Rebuilt
+from tailrace.control.rebuild import RebuildResult
 from tailrace.errors import ExitCode
 from tailrace.pipeline.config.settings import PipelineSettings
 
@@ -27,7 +27,7 @@ def run_rebuild(settings: PipelineSettings, arguments: argparse.Namespace) -> Ex
     return ExitCode.OK
 
 
-def _text(done: Rebuilt) -> str:
+def _text(done: RebuildResult) -> str:
     base = f"version {done.base_version}" + (", as it was loaded" if done.base == "load" else "")
     if done.base == "seed":
         base = "the seed kept of its last load"

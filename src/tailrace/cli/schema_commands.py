@@ -62,18 +62,18 @@ def history_text(found: Sequence[Sequence[SchemaVersion]]) -> str:
                 _time(version),
                 Text(one_line("; ".join(_changed(version)))),
             )
-    return log_view.rendered(view)
+    return log_view.render_text(view)
 
 
 def _changed(version: SchemaVersion) -> Iterator[str]:
     if version.event is SchemaEvent.CREATE:
-        key = ", ".join(version.shape.key)
-        yield human_count(len(version.shape.columns), "column") + (f", key {key}" if key else ", no key")
+        key = ", ".join(version.schema.key)
+        yield human_count(len(version.schema.columns), "column") + (f", key {key}" if key else ", no key")
     if version.event is SchemaEvent.DROP:
-        new = [change.now for change in version.evolution.changes] if version.evolution else []
+        new = [change.new for change in version.evolution.changes] if version.evolution else []
         yield f"its name is {new[0]} now" if new else "gone"
     elif version.evolution is not None:
-        yield from log_view.described(version.evolution.to_json())
+        yield from log_view.describe_evolution(version.evolution.to_json())
     if version.ddl:
         yield version.ddl
 

@@ -21,7 +21,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tailrace.cli.load_view import Loads, load_cell, load_lines, loaded_line, loading, loads_view, rows_under_way
+from tailrace.cli.load_view import (
+    FinishedLoads,
+    load_cell,
+    load_lines,
+    loaded_line,
+    loads_view,
+    rows_under_way,
+    running_loads,
+)
 from tailrace.cli.log_lines import one_line, redact
 from tailrace.cli.units import human_bytes, human_count, human_seconds
 from tailrace.pipeline.report import LogStatus, PipelineStatus, Summary, TableState, TableStatus, amplification
@@ -118,14 +126,14 @@ def _written(table: TableStatus) -> str:
 
 
 def _urgency(table: TableStatus) -> tuple[bool, bool, int]:
-    return not table.state.broken, table.state is TableState.LIVE, -(table.lag_bytes or 0)
+    return not table.state.is_blocked, table.state is TableState.LIVE, -(table.lag_bytes or 0)
 
 
 def remarks(tables: Sequence[TableStatus]) -> list[str]:
     """What to know and do about single tables, one line each, ready to be copied."""
     lines = []
     for table in tables:
-        if table.state.broken or table.reason or table.detail:
+        if table.state.is_blocked or table.reason or table.detail:
             reason = f" [{table.reason}]" if table.reason else ""
             detail = f": {table.detail}" if table.detail else ""
             lines.append(f"{table.name} is {table.state.value}{reason}{detail}")
@@ -143,7 +151,7 @@ class PatientConsole(Console):
         self.quiet = True
 
     @contextlib.contextmanager
-    def while_it_lasts(self) -> Iterator[None]:
+    def until_pipe_closes(self) -> Iterator[None]:
         """Print in here: once the stream is gone nothing is kept for it, and nothing is raised."""
         try:
             yield
@@ -166,7 +174,7 @@ def print_status(status: PipelineStatus, console: Console) -> None:
         console.print(tables_view(status.tables))
     else:
         console.print(Text("no tables yet"))
-    if loading(status.tables):
+    if running_loads(status.tables):
         console.print(loads_view(status.tables))
     for line in remarks(status.tables):
         console.print(Text(line), soft_wrap=True)
@@ -196,7 +204,7 @@ class QuietObserver:
     """Shows nothing; errors still reach the person, because they end the command."""
 
     def __init__(self) -> None:
-        self.loads = Loads()
+        self.finished_loads = FinishedLoads()
 
     def __enter__(self) -> Self:
         return self
@@ -205,7 +213,7 @@ class QuietObserver:
         pass
 
     def tick(self, status: PipelineStatus) -> None:
-        self.loads.see(status.tables)
+        self.finished_loads.update(status.tables)
 
     def event(self, text: str, **fields: object) -> None:
         pass
@@ -220,7 +228,7 @@ class PlainObserver:
         self._due = clock()
         self._states: dict[tuple[str, str], TableState] = {}
         self._lock = threading.Lock()
-        self.loads = Loads()
+        self.finished_loads = FinishedLoads()
 
     def __enter__(self) -> Self:
         return self
@@ -232,7 +240,7 @@ class PlainObserver:
         with self._lock:
             for table in status.tables:
                 self._tell_change(table)
-            for done in self.loads.see(status.tables):
+            for done in self.finished_loads.update(status.tables):
                 _print_line(self._console, loaded_line(done))
             if self._clock() >= self._due:
                 self._due = self._clock() + PLAIN_SECONDS
@@ -251,7 +259,7 @@ class PlainObserver:
             return
         was = before.value if before else "found"
         _print_line(self._console, f"{table.name}: {was} → {table.state.value}")
-        if table.state.broken:
+        if table.state.is_blocked:
             for line in remarks([table]):
                 _print_line(self._console, line)
 
@@ -263,7 +271,7 @@ class LiveObserver:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._lock = threading.Lock()
-        self.loads = Loads()
+        self.finished_loads = FinishedLoads()
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -273,12 +281,12 @@ class LiveObserver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # The terminal may be gone; then nothing is left to restore.
-        with self._lock, self._console.while_it_lasts():
+        with self._lock, self._console.until_pipe_closes():
             self._live.stop()
 
     def tick(self, status: PipelineStatus) -> None:
-        with self._lock, self._console.while_it_lasts():
-            for done in self.loads.see(status.tables):
+        with self._lock, self._console.until_pipe_closes():
+            for done in self.finished_loads.update(status.tables):
                 _print_line(self._console, loaded_line(done))
             self._live.update(live_view(status, rows_fit=self._console.height), refresh=True)
 
@@ -289,8 +297,8 @@ class LiveObserver:
 
 def live_view(status: PipelineStatus, *, rows_fit: int) -> Group:
     """The status cut to a screen: tables first, then loads, then as many remarks as fit."""
-    lines = remarks([table for table in status.tables if table.state.broken])
-    loads = min(len(loading(status.tables)), max(rows_fit // 4, LIVE_ROWS_MIN))
+    lines = remarks([table for table in status.tables if table.state.is_blocked])
+    loads = min(len(running_loads(status.tables)), max(rows_fit // 4, LIVE_ROWS_MIN))
     # Headline, the table's head and rules, the line that counts the rest, and the cursor's own; loads have a head too.
     taken = 7 + min(len(lines), rows_fit // 3) + (loads + 5 if loads else 0)
     rows = max(rows_fit - taken, LIVE_ROWS_MIN)
@@ -326,7 +334,7 @@ def event_line(text: str, fields: dict[str, object]) -> str:
 
 
 def _print_line(console: PatientConsole, line: str) -> None:
-    with console.while_it_lasts():
+    with console.until_pipe_closes():
         console.print(Text(redact(one_line(line))), soft_wrap=True)
 
 

@@ -74,7 +74,7 @@ def _require_known(log: ChangeLog, tables: list[str]) -> None:
                 table=name,
                 hint=f"Write `public.{name}`, or `*.{name}` for any schema.",
             )
-        if not log.schemas.matching(functools.partial(is_named, name)):
+        if not log.schemas.numbers_matching(functools.partial(is_named, name)):
             logger.warning(
                 "the log has no rows of such a table yet",
                 extra={"table": name, "hint": "`tailrace log FILE show` lists those it has; case counts."},

@@ -13,16 +13,16 @@ from typing import Any
 
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write import log_lease
-from tailrace.control.load_requests import closest
+from tailrace.control.load_requests import suggest_tables
 from tailrace.deadletters.store import (
     CAUSE,
     CAUSE_CODE,
     CAUSE_FIELDS,
     HINT,
-    SET_ASIDE_AT,
-    Bundle,
-    Letters,
-    tables_with_letters,
+    REJECTED_AT,
+    DeadLetterBatch,
+    DeadLetterStore,
+    tables_with_dead_letters,
 )
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model import change
@@ -30,13 +30,13 @@ from tailrace.model.event import python_values
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.settings import PipelineSettings, matches
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.status import APPLIER, known_tables, read_note
+from tailrace.pipeline.status import APPLIER_LEASE, known_tables, read_status_file
 
 SEQ_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeadLetter:
+class DeadLetterEntry:
     """One change that its lake table could not take."""
 
     schema: str
@@ -67,7 +67,7 @@ class DeadLetter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class DeadLetterRequestResult:
     """How many letters of each table are to be tried again, or were dropped, and who does it."""
 
     tables: dict[TableId, int]
@@ -75,11 +75,13 @@ class Asked:
     """The process that applies now; None: the next one that is started does it."""
     stopped: dict[TableId, str] = field(default_factory=dict)
     """Those of the tables that this process does not go on with, and the state that each is in."""
-    kept: dict[TableId, int] = field(default_factory=dict)
+    unreplayable: dict[TableId, int] = field(default_factory=dict)
     """How many letters of tables cannot be tried again, for the source no longer has what they hold."""
 
 
-def open_letters(settings: PipelineSettings, patterns: Sequence[str], *, payload: bool = False) -> list[DeadLetter]:
+def list_dead_letters(
+    settings: PipelineSettings, patterns: Sequence[str], *, payload: bool = False
+) -> list[DeadLetterEntry]:
     """The open letters of the tables that match, or of all; oldest first, table by table."""
     log = ChangeLog.open(settings.log.path)
     return [
@@ -91,7 +93,7 @@ def open_letters(settings: PipelineSettings, patterns: Sequence[str], *, payload
     ]
 
 
-def replay(settings: PipelineSettings, patterns: Sequence[str]) -> Asked:
+def request_replay(settings: PipelineSettings, patterns: Sequence[str]) -> DeadLetterRequestResult:
     """Have letters tried again."""
     log = ChangeLog.open(settings.log.path)
     tables, kept = dict[TableId, int](), dict[TableId, int]()
@@ -99,18 +101,20 @@ def replay(settings: PipelineSettings, patterns: Sequence[str]) -> Asked:
         bundles, passed = _open(settings, log, table)
         seqs = [seq for bundle in bundles for seq in bundle.seqs]
         if count := sum(seq not in passed for seq in seqs):
-            Letters(log.path, table).ask()
+            DeadLetterStore(log.path, table).request_replay()
             tables[table] = count
         if count < len(seqs):
             kept[table] = len(seqs) - count
-    pid = log_lease.held(log.path, APPLIER)
-    noted = read_note(log.path) if pid is not None else {}
+    pid = log_lease.live_holder_pid(log.path, APPLIER_LEASE)
+    noted = read_status_file(log.path) if pid is not None else {}
     states = {table: TableState(noted[table]["state"]) for table in tables if table in noted}
-    stopped = {table: state.value for table, state in states.items() if state.broken}
-    return Asked(tables=tables, apply_pid=pid, stopped=stopped, kept=kept)
+    stopped = {table: state.value for table, state in states.items() if state.is_blocked}
+    return DeadLetterRequestResult(tables=tables, apply_pid=pid, stopped=stopped, unreplayable=kept)
 
 
-def forget(settings: PipelineSettings, patterns: Sequence[str], seqs: Sequence[int] = ()) -> Asked:
+def forget_dead_letters(
+    settings: PipelineSettings, patterns: Sequence[str], seqs: Sequence[int] = ()
+) -> DeadLetterRequestResult:
     """Drop letters for good: those of the tables that match, or some of them by their `_seq`."""
     if not patterns:
         raise ConfigError(
@@ -130,16 +134,16 @@ def forget(settings: PipelineSettings, patterns: Sequence[str], seqs: Sequence[i
     dropped = {table: [seq for seq in numbers if not seqs or seq in seqs] for table, numbers in found.items()}
     for table, numbers in dropped.items():
         if numbers:
-            Letters(log.path, table).forget(numbers)
-    return Asked(
+            DeadLetterStore(log.path, table).forget(numbers)
+    return DeadLetterRequestResult(
         tables={table: len(numbers) for table, numbers in dropped.items() if numbers},
-        apply_pid=log_lease.held(log.path, APPLIER),
+        apply_pid=log_lease.live_holder_pid(log.path, APPLIER_LEASE),
     )
 
 
 def _matching(settings: PipelineSettings, log: ChangeLog, patterns: Sequence[str]) -> list[TableId]:
     """The tables with letters that match."""
-    tables = set(tables_with_letters(log.path))
+    tables = set(tables_with_dead_letters(log.path))
     if not patterns:
         return sorted(tables)
     known = tables | known_tables(log)
@@ -148,26 +152,26 @@ def _matching(settings: PipelineSettings, log: ChangeLog, patterns: Sequence[str
         only = settings.source.model_copy(update={"tables": (pattern,), "exclude": ()})
         some = {table for table in known if matches(only, table) or str(table) == pattern}
         if not some:
-            raise ConfigError(f"`{pattern}` matches no table of this pipeline", hint=closest(pattern, known))
+            raise ConfigError(f"`{pattern}` matches no table of this pipeline", hint=suggest_tables(pattern, known))
         found |= some & tables
     return sorted(found)
 
 
-def _open(settings: PipelineSettings, log: ChangeLog, table: TableId) -> tuple[list[Bundle], frozenset[int]]:
+def _open(settings: PipelineSettings, log: ChangeLog, table: TableId) -> tuple[list[DeadLetterBatch], frozenset[int]]:
     """As the table itself says how far it is; where it does not, all there are. And which of them have passed."""
-    letters, cursor = Letters(log.path, table), None
+    letters, cursor = DeadLetterStore(log.path, table), None
     with suppress(TailraceError):  # what is wrong with the table `tailrace status` says
-        cursor = settings.tables.layout.place(table, log.log_id).look().cursor()
+        cursor = settings.tables.layout.location(table, log.log_id).open_for_reading().applied_position()
     here = (SEQ_MAX, None) if cursor is None else (cursor.seq, cursor.load)
-    return letters.open(*here), letters.passed(*here)
+    return letters.read_open(*here), letters.superseded(*here)
 
 
-def _shown(table: TableId, bundle: Bundle, passed: frozenset[int], *, payload: bool) -> list[DeadLetter]:
+def _shown(table: TableId, bundle: DeadLetterBatch, passed: frozenset[int], *, payload: bool) -> list[DeadLetterEntry]:
     causes = bundle.rows.select(range(len(CAUSE_FIELDS))).to_pylist()
     changes = bundle.changes.combine_chunks().to_batches()
     rows = [row for batch in changes for row in python_values(batch.to_struct_array())]
     return [
-        DeadLetter(
+        DeadLetterEntry(
             schema=table.schema,
             table=table.name,
             seq=row[change.SEQ],
@@ -178,7 +182,7 @@ def _shown(table: TableId, bundle: Bundle, passed: frozenset[int], *, payload: b
             code=cause[CAUSE_CODE],
             cause=cause[CAUSE],
             hint=cause[HINT],
-            set_aside_at=cause[SET_ASIDE_AT].isoformat(),
+            set_aside_at=cause[REJECTED_AT].isoformat(),
             passed=row[change.SEQ] in passed,
             payload=_payload(bundle, row) if payload else None,
         )
@@ -186,11 +190,13 @@ def _shown(table: TableId, bundle: Bundle, passed: frozenset[int], *, payload: b
     ]
 
 
-def _payload(bundle: Bundle, row: dict[str, Any]) -> dict[str, Any]:
+def _payload(bundle: DeadLetterBatch, row: dict[str, Any]) -> dict[str, Any]:
     """The values under their own names; what did not fit as the text that the source sent."""
     unfit = {entry["column"]: entry["text"] for entry in row[change.UNFIT] or ()}
     absent = set(row[change.UNCHANGED] or ())
-    values = {name: unfit.get(name, row[change.stored_name(name)]) for name in bundle.shape.names if name not in absent}
+    values = {
+        name: unfit.get(name, row[change.stored_name(name)]) for name in bundle.schema.names if name not in absent
+    }
     said = {"values": values, "unfit": sorted(unfit), "unchanged": sorted(absent), "moved_from": row[change.MOVED_FROM]}
     return {name: _plain(value) for name, value in said.items()}
 

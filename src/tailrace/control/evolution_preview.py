@@ -10,19 +10,19 @@ import pyarrow as pa
 
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import BaseRowMissing, SchemaChanged, TableUnusable, TailraceError, ValueUnfit
-from tailrace.model.evolution import Kind, evolve, is_news
+from tailrace.model.evolution import SchemaChangeKind, compare_schemas, is_newer_version
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.pipeline.capture.source_factory import open_source_of
+from tailrace.pipeline.capture.source_factory import open_source_for_log
 from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import TableEvolution, TableState
-from tailrace.pipeline.status import read_note
-from tailrace.pipeline.tables.registry import Lives, TableLife
-from tailrace.tables.evolve.carry_over import carry
-from tailrace.tables.evolve.recast_columns import lay_out
-from tailrace.tables.evolve.schema_plan import Recast, Refresh, ValueOf, column_of, plan
-from tailrace.tables.fold.by_mode import recast_into
+from tailrace.pipeline.status import read_status_file
+from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.tables.evolve.carry_over import carry_over
+from tailrace.tables.evolve.recast_columns import plan_columns
+from tailrace.tables.evolve.schema_plan import ParseValue, Recast, ReloadNeeded, column_of, plan_evolution
+from tailrace.tables.fold.by_mode import recast_for_spec
 from tailrace.tables.schema_errors import RELOAD_HINT
-from tailrace.tables.spec import Form, TableMode
+from tailrace.tables.spec import TableMode, TableSpec
 
 COMPARED, ADDED_AGAIN = "keep the past, and write what differs", "keep the past, and add every row as `read`"
 """How a load lands in a table that keeps the past."""
@@ -33,52 +33,52 @@ def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
     """Every loaded table, and what would become of it; and those that stand still, whatever becomes of their source.
     Nothing is touched."""
     log = ChangeLog.open(settings.log.path)
-    source = open_source_of(settings, log)
-    lives = Lives(log, settings.tables.layout, tells=False)
-    lives.grow()
+    source = open_source_for_log(settings, log)
+    lives = TableRegistry(log, settings.tables.layout, tells=False)
+    lives.refresh_index()
     there = {table.table: table for table in source.tables()}
     gone = {shape.table for shape in _known(log) if settings.has(shape.table)} - there.keys()
-    now, noted = source.describe(there, unpublished=True), read_note(log.path)
+    now, noted = source.describe(there, unpublished=True), read_status_file(log.path)
     found = []
     for table in sorted({*there, *gone}):
         life = lives.add(table, there.get(table), settings.load.mode_of(table))
         if life.error is not None and not isinstance(life.error, SchemaChanged):
             found.append(_stopped(life.table, life.error))
-        elif life.cursor is not None and life.shape is not None:
+        elif life.applied_position is not None and life.schema is not None:
             shapes = [*_told(lives, life), *([now[table]] if table in now else [])]
-            would = _evolution(settings, life, shapes, source.value_of, gone=table in gone)
+            would = _evolution(settings, life, shapes, source.parse_value, gone=table in gone)
             stuck = would.action in ("apply", "refresh") and _stuck(settings, lives, noted.get(table), table)
             found.append(stuck or would)
     return tuple(found)
 
 
 def _stuck(
-    settings: PipelineSettings, lives: Lives, note: Mapping[str, Any] | None, table: TableId
+    settings: PipelineSettings, lives: TableRegistry, note: Mapping[str, Any] | None, table: TableId
 ) -> TableEvolution | None:
     """That a table has failed at a change, and will again before it comes to its new shape: a load passes it."""
     if note is None or note["state"] != TableState.FAILED.value or note["reason"] not in _AT_A_CHANGE:
         return None
-    if settings.tables.sets_aside(table) or any(wish.table == table for wish in lives.seeds.wishes()):
+    if settings.tables.dead_letters_enabled(table) or any(wish.table == table for wish in lives.load_store.requests()):
         return None
     return TableEvolution(schema=table.schema, table=table.name, action="stop", why=note["detail"], hint=note["hint"])
 
 
 def _known(log: ChangeLog) -> Iterator[TableSchema]:
     """Every shape that the log has seen."""
-    return (version.schema for version in log.schemas.after(0))
+    return (version.schema for version in log.schemas.versions_after(0))
 
 
-def _told(lives: Lives, life: TableLife) -> Iterator[TableSchema]:
+def _told(lives: TableRegistry, life: ManagedTable) -> Iterator[TableSchema]:
     """The shapes of changes that are not applied yet, in order."""
-    assert life.shape is not None, "a loaded table"
-    for item in lives.pending(life, lives.index.commit):
-        yield lives.shape_of(life.shape, item)
+    assert life.schema is not None, "a loaded table"
+    for item in lives.pending(life, lives.index.last_commit):
+        yield lives.schema_of_slice(life.schema, item)
 
 
-def _refused(life: TableLife, shape: TableSchema) -> TableUnusable | None:
+def _refused(life: ManagedTable, shape: TableSchema) -> TableUnusable | None:
     """Why the lake table cannot be made of the new shape."""
     try:
-        life.place.form.stored(shape)
+        life.location.spec.stored_schema(shape)
     except TableUnusable as error:
         return error
     return None
@@ -88,27 +88,27 @@ def _stopped(table: TableId, error: TailraceError) -> TableEvolution:
     return TableEvolution(schema=table.schema, table=table.name, action="stop", why=error.headline, hint=error.hint)
 
 
-def _widened(form: Form, old: TableSchema, new: TableSchema) -> Iterator[str]:
+def _widened(form: TableSpec, old: TableSchema, new: TableSchema) -> Iterator[str]:
     """Columns that a recast leaves alone, and whose values are written anew as those of a wider type."""
-    for item in evolve(old, new).changes:
-        if item.kind is Kind.RETYPE:
+    for item in compare_schemas(old, new).changes:
+        if item.kind is SchemaChangeKind.RETYPE:
             was, now = column_of(old, new, str(item.column))
             if was.type != now.type:
-                yield f"widen {form.name_of(now.name)}"
+                yield f"widen {form.lake_name(now.name)}"
 
 
 def _kept(held: set[str], before: TableSchema, recast: Recast) -> Iterator[str]:
     """Columns that the source no longer has and that stay, where that is news. All that the table holds becomes what it
     holds after that."""
-    laid = lay_out(dict.fromkeys(held, pa.null()), recast)
-    for column, old in list(zip(laid.columns, laid.taken, strict=True))[len(recast.schema.columns) :]:
-        if old not in recast.aside and (old in before.names or old != column.name):
+    laid = plan_columns(dict.fromkeys(held, pa.null()), recast)
+    for column, old in list(zip(laid.columns, laid.source_names, strict=True))[len(recast.schema.columns) :]:
+        if old not in recast.kept_apart and (old in before.names or old != column.name):
             yield f"keep {old}, which the source no longer has" + (f", as {column.name}" if column.name != old else "")
     held.clear()
     held.update(column.name for column in laid.columns)
 
 
-def _refused_load(step: Refresh, carried: Recast | SchemaChanged | None) -> tuple[str, str]:
+def _refused_load(step: ReloadNeeded, carried: Recast | SchemaChanged | None) -> tuple[str, str]:
     """Why a table is not loaded by itself, and what to do."""
     if isinstance(carried, SchemaChanged):
         return f"it must be loaded anew: {carried.fields['change']}", carried.hint
@@ -116,19 +116,19 @@ def _refused_load(step: Refresh, carried: Recast | SchemaChanged | None) -> tupl
 
 
 def _evolution(
-    settings: PipelineSettings, life: TableLife, shapes: list[TableSchema], value_of: ValueOf, *, gone: bool
+    settings: PipelineSettings, life: ManagedTable, shapes: list[TableSchema], value_of: ParseValue, *, gone: bool
 ) -> TableEvolution:
-    assert life.shape is not None, "a loaded table"
-    here, steps, action, hint = life.shape, list[str](), "none", None
-    held = set(life.place.look().columns())
-    policies, form = settings.tables.policies_of(life.table), life.place.form
+    assert life.schema is not None, "a loaded table"
+    here, steps, action, hint = life.schema, list[str](), "none", None
+    held = set(life.location.open_for_reading().columns())
+    policies, form = settings.tables.policies_of(life.table), life.location.spec
     why = "the source does not have it any more" if gone else None
     if not all(shape.columns for shape in shapes):
         shapes, why = [shape for shape in shapes if shape.columns], "no publication of ours has it"
-    if life.once:
+    if life.load_only:
         shapes, why = [], "it is loaded once, and changes are not applied"
     for shape in shapes:
-        step = plan(here, shape, policies, value_of, form) if is_news(here, shape) else None
+        step = plan_evolution(here, shape, policies, value_of, form) if is_newer_version(here, shape) else None
         if step is None:
             continue
         if not isinstance(step, SchemaChanged) and (refused := _refused(life, step.schema)) is not None:
@@ -139,29 +139,31 @@ def _evolution(
             if before == here:
                 continue  # more is known of it, and that is all
             action = "apply"
-            own = recast_into(form, step)
-            said = (*own.said, *_kept(held, form.stored(before), own), *_widened(form, before, here))
+            own = recast_for_spec(form, step)
+            said = (*own.descriptions, *_kept(held, form.stored_schema(before), own), *_widened(form, before, here))
             steps += said or ("note the new shape; no row changes",)
-        elif isinstance(step, Refresh):
+        elif isinstance(step, ReloadNeeded):
             action, why = "refresh", step.why if action != "refresh" else why
             # A table that keeps every change goes through every shape on its way to the load; others do not.
-            to = step.schema if form.exact else shapes[-1]
-            carried = carry(form, here, to, policies, value_of) if form.retains and not life.rereads else None
-            if life.rereads or isinstance(carried, SchemaChanged):
+            to = step.schema if form.needs_exact_load else shapes[-1]
+            carried = (
+                carry_over(form, here, to, policies, value_of) if form.keeps_past and not life.may_refetch else None
+            )
+            if life.may_refetch or isinstance(carried, SchemaChanged):
                 action, (why, hint) = "stop", _refused_load(step, carried)
             if not isinstance(carried, Recast):
                 break
             if (refused := _refused(life, carried.schema)) is not None:
                 action, why, hint = "stop", refused.headline, refused.hint
                 break
-            own = recast_into(form, carried)
-            steps, here = [*steps, *own.said, *_kept(held, form.stored(here), own)], carried.schema
-            if not form.exact:
+            own = recast_for_spec(form, carried)
+            steps, here = [*steps, *own.descriptions, *_kept(held, form.stored_schema(here), own)], carried.schema
+            if not form.needs_exact_load:
                 break
         else:
             action, why, hint = "stop", str(step.fields["change"]), step.hint
             break
-    if action == "refresh" and form.retains:
+    if action == "refresh" and form.keeps_past:
         steps.append(ADDED_AGAIN if form.mode is TableMode.APPEND else COMPARED)
     return TableEvolution(
         schema=life.table.schema, table=life.table.name, action=action, steps=tuple(steps), why=why, hint=hint

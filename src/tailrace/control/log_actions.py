@@ -12,29 +12,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from tailrace.changelog.format.commit_file import Header
-from tailrace.changelog.format.trimmed import Trimmed
+from tailrace.changelog.format.commit_file import CommitHeader
+from tailrace.changelog.format.trimmed import TrimRecord
 from tailrace.changelog.maintain import retention
-from tailrace.changelog.maintain.retention import ROOM, Held, Policy
-from tailrace.changelog.maintain.sealer import SEALER, Sealer
+from tailrace.changelog.maintain.retention import ROOM_RATIO, HoldUsage, RetentionPolicy
+from tailrace.changelog.maintain.sealer import SEALER_LEASE, Sealer
 from tailrace.changelog.maintain.verify import verify as verify_log
 from tailrace.changelog.read import consumers
 from tailrace.changelog.read.index import LogIndex
-from tailrace.changelog.read.log_schema_history import announced
+from tailrace.changelog.read.log_schema_history import first_rows_of_versions
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.changelog.write.log_lease import holder
+from tailrace.changelog.write.log_lease import read_holder
 from tailrace.errors import ConfigError, LogBusy, LogError
 from tailrace.model import change
-from tailrace.model.system_streams import SCHEMA_NUMBER
+from tailrace.model.system_streams import SCHEMA_STREAM_NUMBER
 from tailrace.pipeline.report import (
+    LoggedSchemaVersion,
     LoggedTable,
     LogOverview,
     LogProblem,
-    LogReader,
-    LogSealed,
-    LogTrim,
-    LogVerdict,
-    LogVersion,
+    LogReaderStatus,
+    LogSealResult,
+    LogTrimResult,
+    LogVerifyResult,
 )
 from tailrace.storage.files import LogPath
 
@@ -49,7 +49,7 @@ Progress = Callable[[int, int], None]
 # ---- show ------------------------------------------------------------------------------------------------
 
 
-def show(path: LogPath) -> LogOverview:
+def read_overview(path: LogPath) -> LogOverview:
     """What the log holds now."""
     log = ChangeLog.open(path)
     for _ in range(LOOKS_MAX):
@@ -57,7 +57,7 @@ def show(path: LogPath) -> LogOverview:
             return _show(log)
         except LogError:
             # Sealed or trimmed while we counted; or else the error is what it says.
-            if not log.cold.refresh():
+            if not log.seal_index.refresh():
                 raise
     return _show(log)
 
@@ -81,13 +81,13 @@ class _Tally:
 
 def _show(log: ChangeLog) -> LogOverview:
     newest = log.newest()
-    gone, seals = log.trimmed(), log.cold.seals
+    gone, seals = log.trimmed(), log.seal_index.seals
     kept = [seal for seal in seals if seal.last > gone.commit]
-    sealed = max(log.cold.last, gone.commit)
+    sealed = max(log.seal_index.last_commit, gone.commit)
     tallies: dict[int, _Tally] = {}
     for seal in kept:
         for file in seal.files:
-            if not gone.covers(file.table, file.last_seq):
+            if not gone.is_trimmed(file.table, file.last_seq):
                 tally = tallies.setdefault(file.table, _Tally())
                 tally.add(file.rows, file.size, file.first, file.last)
                 tally.files += 1
@@ -100,7 +100,7 @@ def _show(log: ChangeLog) -> LogOverview:
             tally = tallies.setdefault(body.table, _Tally())
             tally.add(body.rows, body.size, header.commit, header.commit)
     last = log.last_header()
-    holds = consumers.holds(log.path)
+    holds = consumers.read_holds(log.path)
     source = log.source
     return LogOverview(
         path=str(log.path),
@@ -110,8 +110,8 @@ def _show(log: ChangeLog) -> LogOverview:
         last_commit=newest or None,
         sealed_commit=sealed or None,
         transactions=transactions,
-        rows=sum(tally.rows for number, tally in tallies.items() if number != SCHEMA_NUMBER),
-        rows_trimmed=sum(table.rows for number, table in gone.tables.items() if number != SCHEMA_NUMBER),
+        rows=sum(tally.rows for number, tally in tallies.items() if number != SCHEMA_STREAM_NUMBER),
+        rows_trimmed=sum(table.rows for number, table in gone.tables.items() if number != SCHEMA_STREAM_NUMBER),
         start_position=str(begin[0] if begin else gone.position) if newest else None,
         end_position=str(last.end) if last else None,
         written_from=_time(begin[1]) if begin else None,
@@ -128,25 +128,27 @@ def _show(log: ChangeLog) -> LogOverview:
     )
 
 
-def _committed_to(log: ChangeLog, last: Header | None) -> str | None:
+def _committed_to(log: ChangeLog, last: CommitHeader | None) -> str | None:
     """When the last transaction was committed at the source, as far as the newest commits or a seal tell."""
     if last is None:
         return None
-    for commit in range(last.commit, max(log.cold.last, last.commit - 100), -1):
+    for commit in range(last.commit, max(log.seal_index.last_commit, last.commit - 100), -1):
         if (found := log.header(commit).committed_at) is not None:
             return _time(found)
-    known = [seal.committed_at for seal in log.cold.seals if seal.committed_at is not None]
+    known = [seal.committed_at for seal in log.seal_index.seals if seal.committed_at is not None]
     return _time(known[-1]) if known else None
 
 
-def _tables(log: ChangeLog, gone: Trimmed, tallies: dict[int, _Tally]) -> tuple[LoggedTable, ...]:
+def _tables(log: ChangeLog, gone: TrimRecord, tallies: dict[int, _Tally]) -> tuple[LoggedTable, ...]:
     log.schemas.load()
-    numbers = sorted({SCHEMA_NUMBER, *(version.table for version in log.schemas.latest()), *tallies, *gone.tables})
+    numbers = sorted(
+        {SCHEMA_STREAM_NUMBER, *(version.table for version in log.schemas.latest()), *tallies, *gone.tables}
+    )
     found = []
     for number in numbers:
         tally = tallies.get(number, _Tally())
         lost = gone.tables.get(number)
-        if number == SCHEMA_NUMBER and not tally.rows and lost is None:
+        if number == SCHEMA_STREAM_NUMBER and not tally.rows and lost is None:
             continue  # nothing was announced yet
         newest = log.schemas.latest_of(number)
         table = newest.schema.table
@@ -174,16 +176,16 @@ def _time(microseconds: float) -> str:
 # ---- schemas ---------------------------------------------------------------------------------------------
 
 
-def versions(path: LogPath) -> list[LogVersion]:
+def read_schema_versions(path: LogPath) -> list[LoggedSchemaVersion]:
     """Every version of every table's shape, table by table."""
     log = ChangeLog.open(path)
-    told = announced(log)
+    told = first_rows_of_versions(log)
     log.schemas.load()
     found = []
-    for version in sorted(log.schemas.after(0), key=lambda version: (version.table, version.version)):
+    for version in sorted(log.schemas.versions_after(0), key=lambda version: (version.table, version.version)):
         row, table = told.get((version.table, version.version)), version.schema.table
         found.append(
-            LogVersion(
+            LoggedSchemaVersion(
                 number=version.table,
                 schema=table.schema,
                 table=table.name,
@@ -199,11 +201,11 @@ def versions(path: LogPath) -> list[LogVersion]:
 # ---- verify ----------------------------------------------------------------------------------------------
 
 
-def verify(path: LogPath, progress: Progress) -> LogVerdict:
+def verify(path: LogPath, progress: Progress) -> LogVerifyResult:
     """Look at every byte of the log; `progress` hears how many of how many."""
     started = time.monotonic()
     found = verify_log(path, progress)
-    return LogVerdict(
+    return LogVerifyResult(
         path=str(path),
         ok=not found.flaws_total,
         commits=found.commits,
@@ -228,51 +230,51 @@ def _sealer(path: LogPath) -> Iterator[Sealer]:
         raise LogBusy(
             "another process is sealing or trimming this log",
             path=path,
-            **holder(path, SEALER),
+            **read_holder(path, SEALER_LEASE),
             hint="The capture process does so by itself; wait until it is done, and try again.",
         ) from error
     with sealer:
         yield sealer
 
 
-def seal(path: LogPath, *, grace_seconds: float, progress: Progress) -> LogSealed:
+def seal(path: LogPath, *, grace_seconds: float, progress: Progress) -> LogSealResult:
     """Seal every commit there is now, then put the seals in order; `progress` hears how many of how many."""
     started = time.monotonic()
     with _sealer(path) as sealer:
-        done = sealer.seal(progress) + sealer.join() + sealer.clean(grace_seconds)
-        return LogSealed(
+        done = sealer.seal(progress) + sealer.merge_seals() + sealer.clean(grace_seconds)
+        return LogSealResult(
             commits=done.commits,
             rows=done.rows,
             bytes=done.bytes,
             seals=done.seals,
-            joined=done.joined,
+            joined=done.merged,
             removed=done.removed,
-            sealed_commit=sealer.log.cold.last or None,
+            sealed_commit=sealer.log.seal_index.last_commit or None,
             seconds=time.monotonic() - started,
         )
 
 
-def trim(path: LogPath, policy: Policy, *, older_than_seconds: float | None = None) -> LogTrim:
+def trim(path: LogPath, policy: RetentionPolicy, *, older_than_seconds: float | None = None) -> LogTrimResult:
     """Let go now of what the policy says and nobody needs.
 
     The log's limit counts too, but not so far that anyone is detached: that is left to the capture process, which
     knows that there is no other way.
     """
-    limits = [limit for limit in (policy.bytes, policy.max_bytes and int(policy.max_bytes * ROOM)) if limit]
+    limits = [limit for limit in (policy.bytes, policy.max_bytes and int(policy.max_bytes * ROOM_RATIO)) if limit]
     gentle = replace(policy, bytes=min(limits, default=None), max_bytes=None)
     if older_than_seconds is not None:
         gentle = replace(gentle, age_seconds=older_than_seconds)
     with _sealer(path) as sealer:
         done = retention.trim(sealer, gentle)
-        sealer.log.cold.refresh()
+        sealer.log.seal_index.refresh()
         newest, gone = sealer.log.newest(), sealer.log.trimmed()
-        return LogTrim(
+        return LogTrimResult(
             commits=done.commits,
             files=done.files,
             rows=done.rows,
             bytes=done.bytes,
             first_commit=gone.commit + 1 if newest > gone.commit else None,
-            unsealed_commits=newest - max(sealer.log.cold.last, gone.commit),
+            unsealed_commits=newest - max(sealer.log.seal_index.last_commit, gone.commit),
             readers=_readers(sealer.log),
         )
 
@@ -280,31 +282,31 @@ def trim(path: LogPath, policy: Policy, *, older_than_seconds: float | None = No
 # ---- who needs it ----------------------------------------------------------------------------------------
 
 
-def readers(path: LogPath) -> tuple[LogReader, ...]:
+def readers(path: LogPath) -> tuple[LogReaderStatus, ...]:
     """The lake tables and named consumers, and how far each is."""
     return _readers(ChangeLog.open(path))
 
 
-def _readers(log: ChangeLog) -> tuple[LogReader, ...]:
+def _readers(log: ChangeLog) -> tuple[LogReaderStatus, ...]:
     index = LogIndex(log)
     index.grow()
     log.schemas.load()
     names = {version.table: str(version.schema.table) for version in log.schemas.latest()}
-    found = [_reader(index, names, item) for item in retention.held(log)]
+    found = [_reader(index, names, item) for item in retention.hold_usages(log)]
     return tuple(sorted(found, key=lambda reader: (reader.kind == "consumer", reader.name)))
 
 
-def _reader(index: LogIndex, names: dict[int, str], item: Held) -> LogReader:
+def _reader(index: LogIndex, names: dict[int, str], item: HoldUsage) -> LogReaderStatus:
     hold = item.hold
     numbers = tuple(names) if hold.tables is None else hold.tables
     pending = [
         found
         for number in numbers
-        for found in index.pending(number, hold.seq, index.commit)
+        for found in index.pending(number, hold.seq, index.last_commit)
         if found.last > hold.commit
     ]
-    known = index.first - 1 <= hold.commit <= index.commit
-    return LogReader(
+    known = index.first_commit - 1 <= hold.commit <= index.last_commit
+    return LogReaderStatus(
         kind=hold.kind,
         name=hold.name,
         state=item.state,
@@ -312,7 +314,7 @@ def _reader(index: LogIndex, names: dict[int, str], item: Held) -> LogReader:
         seq=hold.seq,
         tables=None if hold.tables is None else tuple(sorted({names.get(number, str(number)) for number in numbers})),
         position=str(index.end_of(hold.commit)) if known and hold.commit else None,
-        behind_commits=max(0, index.commit - hold.commit),
+        behind_commits=max(0, index.last_commit - hold.commit),
         behind_rows=sum(found.rows for found in pending),
         held_bytes=item.bytes,
         seen_at=_time(hold.seen_at * 1e6),
@@ -320,10 +322,10 @@ def _reader(index: LogIndex, names: dict[int, str], item: Held) -> LogReader:
     )
 
 
-def forget(path: LogPath, name: str) -> None:
+def forget_consumer(path: LogPath, name: str) -> None:
     """Let go of what a named consumer holds."""
     log = ChangeLog.open(path)
-    held = {(hold.kind, hold.name) for hold in consumers.holds(log.path)}
+    held = {(hold.kind, hold.name) for hold in consumers.read_holds(log.path)}
     if ("table", name) in held and ("consumer", name) not in held:
         raise ConfigError(
             "this is a lake table, and no consumer",
@@ -331,4 +333,4 @@ def forget(path: LogPath, name: str) -> None:
             hint="The log keeps what it has not applied yet. Exclude it in the settings file and start again, or see "
             "`tailrace status FILE` for why it stands still.",
         )
-    consumers.forget(log.path, name)
+    consumers.forget_consumer(log.path, name)

@@ -18,18 +18,18 @@ from tailrace.errors import ConfigError, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.settings import PipelineSettings, load_settings
-from tailrace.pipeline.points.ledger import Absence, Ledger, Point
+from tailrace.pipeline.points.ledger import Absence, ConsistentPoint, Ledger
 from tailrace.pipeline.report import TableState
 from tailrace.tables.delta.versions import files_at, needs_connector
 from tailrace.tables.iceberg.catalogs import SPARK_CATALOG, Catalog
-from tailrace.tables.location import Layout
+from tailrace.tables.location import LakeLayout
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-MADE_ANEW = "the table was made anew since"
+TABLE_REMADE = "the table was made anew since"
 FOLDER_GONE = "its folder is gone"
-_NO_MORE = (MADE_ANEW, FOLDER_GONE)
+_NO_MORE = (TABLE_REMADE, FOLDER_GONE)
 _LATER_HINT = "What it was then is gone with its folder. Ask for a time or position after it was loaded anew."
 _EARLIER_HINT = "Ask for an earlier time or position, or wait until `tailrace at` shows the table again."
 _TIME_HINT = "For example: `2026-11-16T12:00:00Z`. A time without a zone is UTC."
@@ -38,7 +38,7 @@ _TIME_HINT = "For example: `2026-11-16T12:00:00Z`. A time without a zone is UTC.
 class TablesAt(dict[str, "DataFrame"]):
     """Tables at one point. Asked for one that has no version there it says why."""
 
-    def __init__(self, tables: Mapping[str, DataFrame], point: Point) -> None:
+    def __init__(self, tables: Mapping[str, DataFrame], point: ConsistentPoint) -> None:
         super().__init__(tables)
         self.point = point
 
@@ -58,14 +58,14 @@ class TablesAt(dict[str, "DataFrame"]):
 
 def find_point(
     settings: PipelineSettings, *, time: str | datetime | None = None, position: str | Lsn | None = None
-) -> Point:
+) -> ConsistentPoint:
     """The last point at or before a time or a position; without either, the last of all. A table whose version then is
     none of the table that is there now is missing from it."""
     log = ChangeLog.open(settings.log.path)
     return _as_it_is_now(settings.tables.layout, log.log_id, _noted(Ledger(log.path), time, position))
 
 
-def _noted(ledger: Ledger, time: str | datetime | None, position: str | Lsn | None) -> Point:
+def _noted(ledger: Ledger, time: str | datetime | None, position: str | Lsn | None) -> ConsistentPoint:
     if time is not None and position is not None:
         raise ConfigError("a point is at a time or at a position", hint="Give one of the two.")
     if position is not None:
@@ -80,15 +80,15 @@ def _noted(ledger: Ledger, time: str | datetime | None, position: str | Lsn | No
     return ledger.at(committed_at=int(wanted.timestamp() * 1_000_000))
 
 
-def _as_it_is_now(layout: Layout, log_id: str, point: Point) -> Point:
+def _as_it_is_now(layout: LakeLayout, log_id: str, point: ConsistentPoint) -> ConsistentPoint:
     gone = dict[TableId, Absence]()
-    for table, identity in point.identities.items():
+    for table, identity in point.lake_table_ids.items():
         with suppress(TailraceError):  # whoever reads a table that cannot be looked at is told why
-            there = layout.place(table, log_id).look()
+            there = layout.location(table, log_id).open_for_reading()
             now = there.identity()
             # Another partitioning gives a table another identity where it stands.
             if now != identity and (now is None or there.identity(point.versions[table]) != identity):
-                why = FOLDER_GONE if now is None else MADE_ANEW
+                why = FOLDER_GONE if now is None else TABLE_REMADE
                 gone[table] = Absence(state=TableState.LIVE.value, why=why)
     return replace(
         point,
@@ -113,14 +113,14 @@ def tables_at(
     `schema.table` does not tell apart, one has to be chosen.
     """
     settings = load_settings(file)
-    point = chosen(find_point(settings, time=time, position=position), tables)
+    point = select_tables(find_point(settings, time=time, position=position), tables)
     layout = settings.tables.layout
     read = partial(_frame, spark) if layout.catalog is None else partial(_snapshot, spark, layout.catalog)
     found = {str(table): read(layout.path(table), version) for table, version in point.versions.items()}
     return TablesAt(found, point)
 
 
-def chosen(point: Point, tables: Iterable[TableId | str] | TableId | None) -> Point:
+def select_tables(point: ConsistentPoint, tables: Iterable[TableId | str] | TableId | None) -> ConsistentPoint:
     """The point with these tables alone, or with all; each has a name that is no other's. One may be given as
     `schema.table`."""
     wanted = set(point.versions) | set(point.missing)

@@ -22,12 +22,12 @@ _HINTS = {
 }
 
 
-def of_log(log: LogPath) -> SchemaHistory:
+def open_log_history(log: LogPath) -> SchemaHistory:
     """The history that a pipeline's log is."""
     return schema_history(ChangeLog.open(log))
 
 
-def of_folder(folder: str) -> SchemaHistory:
+def open_folder_history(folder: str) -> SchemaHistory:
     """The history that a program keeps in a folder; one that never was a history's is refused."""
     history = FileSchemaHistory(folder, read_only=True)
     names = set(os.listdir(folder))

@@ -20,35 +20,35 @@ import numpy as np
 import pyarrow as pa
 
 from tailrace.model import change
-from tailrace.model.evolution import AtRest, Kind, evolve
+from tailrace.model.evolution import ExistingValue, SchemaChangeKind, compare_schemas
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.evolve.carry_over import carries
-from tailrace.tables.evolve.schema_plan import ValueOf, column_of, is_wider
+from tailrace.tables.evolve.carry_over import keeps_values
+from tailrace.tables.evolve.schema_plan import ParseValue, column_of, is_wider
 from tailrace.tables.fold.row_ids import one_array
 
-_LEAVES_ROWS = (Kind.DROP, Kind.RENAME, Kind.NULLABILITY, Kind.DEFAULT)
+_LEAVES_ROWS = (SchemaChangeKind.DROP, SchemaChangeKind.RENAME, SchemaChangeKind.NULLABILITY, SchemaChangeKind.DEFAULT)
 """What leaves the other columns of rows at rest as they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refitted:
+class ConversionResult:
     """Changes of another shape."""
 
     changes: pa.Table
     """With every column; they say nothing of rows of before."""
-    stuck: Mapping[int, tuple[str, str]]
+    blocked: Mapping[int, tuple[str, str]]
     """Rows that would lose a value: why, and the column."""
 
 
-def refit(
+def convert_rows(
     old: TableSchema,
     new: TableSchema,
     changes: pa.Table,
-    value_of: ValueOf,
+    value_of: ParseValue,
     *,
     kept: Collection[str] = (),
     filled: Mapping[str, pa.Scalar] | None = None,
-) -> Refitted:
+) -> ConversionResult:
     """Changes of the shape `old`, which have every column, as changes of the shape `new`; `kept` are columns, by their
     names in `old`, that only the lake table still has, and `filled` what all have in columns that were added."""
     size, places, texts = changes.num_rows, _places(old, new), _texts(old, changes)
@@ -61,7 +61,7 @@ def refit(
             continue
         was = old.columns[place]
         values = one_array(changes.column(change.stored_name(was.name)))
-        if carries(was.type, column.type):
+        if keeps_values(was.type, column.type):
             values = values.cast(column.type)
         else:
             _hold_back(stuck, values, "the change has a value of a type that the column no longer has", column.name)
@@ -81,34 +81,38 @@ def refit(
         change.UNFIT: pa.array([cells or None for cells in left], change.UNFIT_TYPE),
     }
     columns = {change.stored_name(name): values for name, values in own.items()} | said
-    columns |= {field.name: changes.column(field.name) for field in change.ALWAYS}
+    columns |= {field.name: changes.column(field.name) for field in change.REQUIRED}
     fields = new.change_schema()
     made = [columns[field.name] if field.name in columns else pa.nulls(size, field.type) for field in fields]
-    return Refitted(changes=pa.Table.from_arrays(made, schema=fields), stuck=stuck)
+    return ConversionResult(changes=pa.Table.from_arrays(made, schema=fields), blocked=stuck)
 
 
-def at_rest(old: TableSchema, new: TableSchema, changes: pa.Table, value_of: ValueOf) -> pa.Table | None:
+def convert_rows_at_rest(
+    old: TableSchema, new: TableSchema, changes: pa.Table, value_of: ParseValue
+) -> pa.Table | None:
     """Rows of the shape `old` that were at the source all along, as what they are there now; None if that cannot be
     told without reading them."""
     if old.same_rows(new):
         return changes
-    found = evolve(old, new)
+    found = compare_schemas(old, new)
     if old.relation != new.relation or found.rewritten is not False:
         return None
     filled = dict[str, pa.Scalar]()
     for item in found.changes:
-        if item.kind is Kind.ADD and item.at_rest is AtRest.CONSTANT:
-            constant = value_of(new.columns[new.names.index(str(item.column))], item.value or "")
+        if item.kind is SchemaChangeKind.ADD and item.existing_value is ExistingValue.CONSTANT:
+            constant = value_of(new.columns[new.names.index(str(item.column))], item.constant or "")
             if constant is None:
                 return None
             filled[str(item.column)] = constant
-        elif item.kind is Kind.RETYPE:
+        elif item.kind is SchemaChangeKind.RETYPE:
             if not is_wider(*column_of(old, new, str(item.column))):
                 return None
-        elif item.kind not in _LEAVES_ROWS and (item.kind is not Kind.ADD or item.at_rest is not AtRest.NULL):
+        elif item.kind not in _LEAVES_ROWS and (
+            item.kind is not SchemaChangeKind.ADD or item.existing_value is not ExistingValue.NULL
+        ):
             return None
-    made = refit(old, new, changes, value_of, filled=filled)
-    return None if made.stuck else made.changes
+    made = convert_rows(old, new, changes, value_of, filled=filled)
+    return None if made.blocked else made.changes
 
 
 def _places(old: TableSchema, new: TableSchema) -> list[int | None]:
@@ -130,10 +134,10 @@ def _texts(schema: TableSchema, changes: pa.Table) -> dict[str, dict[int, str]]:
     return found
 
 
-def _read(was: Column, now: Column, text: str, value_of: ValueOf) -> pa.Scalar | None:
+def _read(was: Column, now: Column, text: str, value_of: ParseValue) -> pa.Scalar | None:
     """The text as a value of the column; None if there is none. What a rule failed at was never written down, and of
     bytes that are no text only a description was."""
-    if change.failed_rule(text) is not None or pa.types.is_string(was.type):
+    if change.parse_rule_failure(text) is not None or pa.types.is_string(was.type):
         return None
     if pa.types.is_list(was.type) and pa.types.is_string(was.type.value_type) and "\\" in text:
         return None

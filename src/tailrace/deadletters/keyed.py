@@ -30,11 +30,11 @@ from tailrace.model.change import OPERATION_NAMES, Operation
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold.fold import ALIVE, GONE, UNTOUCHED, Codes, Flags, key_ordinals
 from tailrace.tables.fold.row_ids import Ints, key_numbers, one_array
-from tailrace.tables.limits import unheld_values, unholdable
+from tailrace.tables.limits import find_unstorable_rows, find_unstorable_values
 
 NO_SEQS: Ints = np.empty(0, np.int64)
 
-Holds = Callable[[pa.Table], Flags]
+KeyExists = Callable[[pa.Table], Flags]
 """Given keys, the key's columns by their own names: which of them the table holds."""
 
 _UPDATED, _DELETED = Operation.UPDATE.code, Operation.DELETE.code
@@ -48,33 +48,33 @@ REPLAY_HINT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeadKeys:
+class DeadLetterKeys:
     """The keys of letters that are still open: one row per letter, the key's columns in the table's order."""
 
     seqs: Ints
     columns: list[Any]
-    lost: Ints = field(default_factory=NO_SEQS.copy)
+    unidentified: Ints = field(default_factory=NO_SEQS.copy)
     """Those beside them of which nobody can say which row they are about: only a TRUNCATE clears them."""
 
     @classmethod
-    def none(cls, schema: TableSchema) -> DeadKeys:
+    def none(cls, schema: TableSchema) -> DeadLetterKeys:
         columns = [pa.array([], schema.columns[i].type) for i in key_ordinals(schema)]
         return cls(seqs=NO_SEQS, columns=columns)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sifted:
+class SplitResult:
     """What a batch comes to."""
 
     changes: pa.Table
     """What the table can take, in order."""
-    letters: pa.Table
+    dead_letters: pa.Table
     """What it cannot, as the log has it, in order."""
     causes: list[TailraceError]
     """Why, letter by letter."""
     cleared: Ints
     """`_seq` of earlier letters whose rows have been replaced or deleted since."""
-    passed: Ints = field(default_factory=NO_SEQS.copy)
+    superseded: Ints = field(default_factory=NO_SEQS.copy)
     """`_seq` of letters, these or earlier ones, that stay though nothing builds on them any more."""
 
 
@@ -84,15 +84,15 @@ def has_unfit(changes: pa.Table | pa.RecordBatch) -> bool:
     return bool(column.null_count < len(column))
 
 
-def sift(
+def split_rejects(
     schema: TableSchema,
     changes: pa.Table,
-    dead: DeadKeys,
-    holds: Holds,
+    dead: DeadLetterKeys,
+    holds: KeyExists,
     partition_by: Mapping[str, str] | None = None,
     *,
     rereads: bool = False,
-) -> Sifted:
+) -> SplitResult:
     """Tell the changes, which stand in `_seq` order and have every column, apart. The lake table is partitioned by
     these columns, which may have other names there. With `rereads` a partial change without a base is as good as a
     whole one: its row is read from the source again."""
@@ -102,20 +102,20 @@ def sift(
 def _sift(
     schema: TableSchema,
     changes: pa.Table,
-    dead: DeadKeys,
-    holds: Holds,
+    dead: DeadLetterKeys,
+    holds: KeyExists,
     by: Mapping[str, str],
     *,
     every: bool,
     rereads: bool = False,
-) -> Sifted:
+) -> SplitResult:
     """With `every` all that was set aside is a letter, also what was replaced since; that has passed."""
     codes = pc.index_in(changes.column(change.OP), value_set=OPERATION_NAMES)
     operations = np.asarray(codes.to_numpy(), dtype=np.int8)
     truncates = np.flatnonzero(operations == Operation.TRUNCATE.code)
     first = int(truncates[-1]) + 1 if truncates.size else 0
     rows = changes.slice(first).combine_chunks()
-    batch = _Batch.of(schema, rows, operations[first:], dead, by)
+    batch = _NumberedChanges.of(schema, rows, operations[first:], dead, by)
     walked = _walk_all(batch, schema, holds, emptied=truncates.size > 0, rereads=rereads)
     aside = walked.cause > 0
     still = walked.dead[batch.own] & (np.arange(rows.num_rows) >= walked.since[batch.own])
@@ -129,45 +129,51 @@ def _sift(
     taken = taken.set_column(place, taken.schema.field(place), pa.nulls(taken.num_rows, change.UNFIT_TYPE))
     cleared = dead.seqs[walked.renewed[batch.dead]]
     if truncates.size:
-        cleared = np.concatenate([dead.seqs, dead.lost])
-    return Sifted(
+        cleared = np.concatenate([dead.seqs, dead.unidentified])
+    return SplitResult(
         changes=pa.concat_tables([changes.slice(first - 1, 1), taken]) if first else taken,
-        letters=rows.take(pa.array(letters)),
+        dead_letters=rows.take(pa.array(letters)),
         cleared=cleared,
-        passed=replaced if every else NO_SEQS,
+        superseded=replaced if every else NO_SEQS,
         causes=[_cause(schema, rows, row, int(walked.cause[row]), by) for row in letters.tolist()],
     )
 
 
-def sift_kept(
+def split_rejects_between_truncates(
     schema: TableSchema,
     changes: pa.Table,
-    dead: DeadKeys,
-    holds: Holds,
+    dead: DeadLetterKeys,
+    holds: KeyExists,
     partition_by: Mapping[str, str] | None = None,
     *,
     rereads: bool = False,
-) -> Sifted:
+) -> SplitResult:
     """The same for a table that keeps the rows that a TRUNCATE takes away: what they were before counts, and what of it
     could not be taken is cleared."""
     pieces = _between_truncates(changes)
-    found = [sift(schema, piece, dead, holds, partition_by, rereads=rereads) for piece in pieces]
+    found = [split_rejects(schema, piece, dead, holds, partition_by, rereads=rereads) for piece in pieces]
     return replace(found[-1], changes=pa.concat_tables([one.changes for one in found]))
 
 
-def sift_versions(
-    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds, partition_by: Mapping[str, str] | None = None
-) -> Sifted:
+def split_rejects_of_versions(
+    schema: TableSchema,
+    changes: pa.Table,
+    dead: DeadLetterKeys,
+    holds: KeyExists,
+    partition_by: Mapping[str, str] | None = None,
+) -> SplitResult:
     """The same for a table that keeps every version: what was set aside is a letter, whatever comes after it."""
     by = partition_by or {}
     found = [_sift(schema, piece, dead, holds, by, every=True) for piece in _between_truncates(changes)]
-    truncated = [one.letters.column(change.SEQ).to_numpy() for one in found[:-1]]
-    return Sifted(
+    truncated = [one.dead_letters.column(change.SEQ).to_numpy() for one in found[:-1]]
+    return SplitResult(
         changes=pa.concat_tables([one.changes for one in found]),
-        letters=pa.concat_tables([one.letters for one in found]),
+        dead_letters=pa.concat_tables([one.dead_letters for one in found]),
         causes=[cause for one in found for cause in one.causes],
         cleared=NO_SEQS,
-        passed=np.unique(np.concatenate([*truncated, *(seqs for one in found for seqs in (one.passed, one.cleared))])),
+        superseded=np.unique(
+            np.concatenate([*truncated, *(seqs for one in found for seqs in (one.superseded, one.cleared))])
+        ),
     )
 
 
@@ -180,7 +186,7 @@ def _between_truncates(changes: pa.Table) -> Iterator[pa.Table]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Batch:
+class _NumberedChanges:
     """The changes after the last TRUNCATE as numbers."""
 
     operations: Codes
@@ -201,8 +207,13 @@ class _Batch:
 
     @classmethod
     def of(
-        cls, schema: TableSchema, rows: pa.Table, operations: Codes, dead: DeadKeys, partition_by: Mapping[str, str]
-    ) -> _Batch:
+        cls,
+        schema: TableSchema,
+        rows: pa.Table,
+        operations: Codes,
+        dead: DeadLetterKeys,
+        partition_by: Mapping[str, str],
+    ) -> _NumberedChanges:
         size, ordinals = rows.num_rows, key_ordinals(schema)
         own = [one_array(rows.column(change.stored_name(schema.columns[i].name))) for i in ordinals]
         moved = one_array(rows.column(change.MOVED_FROM))
@@ -220,7 +231,7 @@ class _Batch:
         places[numbers] = np.arange(numbers.size)
         unfit, lost = unfit_rows(schema, rows)
         own_columns = (rows.column(change.stored_name(column.name)) for column in schema.columns)
-        unheld, unheld_key = unholdable(schema, own_columns, size, partition_by)
+        unheld, unheld_key = find_unstorable_rows(schema, own_columns, size, partition_by)
         deletes = operations == _DELETED
         return cls(
             operations=operations,
@@ -251,7 +262,9 @@ class _Walked:
     renewed: Flags
 
 
-def _walk_all(batch: _Batch, schema: TableSchema, holds: Holds, *, emptied: bool, rereads: bool) -> _Walked:
+def _walk_all(
+    batch: _NumberedChanges, schema: TableSchema, holds: KeyExists, *, emptied: bool, rereads: bool
+) -> _Walked:
     """Walk once to learn which rows of the table are built on, and again if some of them are not there."""
     state = np.zeros(batch.limit, np.int8)
     walked, asked = _walk(batch, state, emptied, rereads)
@@ -264,7 +277,7 @@ def _walk_all(batch: _Batch, schema: TableSchema, holds: Holds, *, emptied: bool
     return walked
 
 
-def _walk(batch: _Batch, state: Codes, emptied: bool, rereads: bool) -> tuple[_Walked, Flags]:
+def _walk(batch: _NumberedChanges, state: Codes, emptied: bool, rereads: bool) -> tuple[_Walked, Flags]:
     dead = np.zeros(batch.limit, np.bool_)
     if not emptied:
         dead[batch.dead] = True
@@ -381,7 +394,7 @@ def unfit_cause(
     """Why a row, one of changes that have every column, is none that the table can hold."""
     position, said = rows.column(change.POSITION)[row].as_py(), rows.column(change.UNFIT)[row].as_py() or []
     own = [entry["column"] for entry in said if entry["column"] in schema.names]
-    if by_rule := [rule for entry in said if (rule := change.failed_rule(entry["text"])) is not None]:
+    if by_rule := [rule for entry in said if (rule := change.parse_rule_failure(entry["text"])) is not None]:
         return TransformFailed(
             "a rule could not be applied",
             rule=by_rule[0],
@@ -404,5 +417,5 @@ def _unheld_message(columns: Iterable[str], partition_by: Mapping[str, str]) -> 
 
 def _unheld_columns(schema: TableSchema, row: pa.Table, partition_by: Mapping[str, str]) -> list[str]:
     ones = ((column, one_array(row.column(change.stored_name(column.name)))) for column in schema.columns)
-    found = ((column.name, unheld_values(column, values, partition_by)) for column, values in ones)
+    found = ((column.name, find_unstorable_values(column, values, partition_by)) for column, values in ones)
     return [name for name, flags in found if flags is not None and flags.any()]

@@ -22,15 +22,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.deadletters.conversion import at_rest
-from tailrace.deadletters.keyed import NO_SEQS, Sifted, unfit_cause, unfit_rows
+from tailrace.deadletters.conversion import convert_rows_at_rest
+from tailrace.deadletters.keyed import NO_SEQS, SplitResult, unfit_cause, unfit_rows
 from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
-from tailrace.tables.evolve.schema_plan import ValueOf, no_value
+from tailrace.tables.evolve.schema_plan import ParseValue, no_value
 from tailrace.tables.fold.fold import Flags, as_type, fold, old_unfit, own_unfit
 from tailrace.tables.fold.row_ids import Ints, image_numbers, one_array
-from tailrace.tables.limits import unholdable
+from tailrace.tables.limits import find_unstorable_rows
 
 EACH_HINT = (
     "Mend the row at the source: that comes as a change of its own. Then drop the letter: `tailrace dead-letters FILE "
@@ -41,46 +41,48 @@ IMAGE_HINT = "Mend the row at the source, or delete it: the letter goes with it.
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeadImages:
+class DeadLetterImages:
     """Open letters of a table without a key: their changes in `_seq` order, as rows of the table's shape."""
 
     changes: pa.Table
-    lost: Ints
+    unidentified: Ints
     """`_seq` of those of which nobody can say what they are in that shape: only a TRUNCATE clears them."""
 
     @classmethod
     def of(
-        cls, schema: TableSchema, letters: Iterable[tuple[TableSchema, pa.Table]], value_of: ValueOf = no_value
-    ) -> DeadImages:
+        cls, schema: TableSchema, letters: Iterable[tuple[TableSchema, pa.Table]], value_of: ParseValue = no_value
+    ) -> DeadLetterImages:
         """Changes, each with the shape that it is of."""
         pieces, lost = [schema.change_schema().empty_table()], [NO_SEQS]
         for shape, changes in letters:
-            if (images := at_rest(shape, schema, changes, value_of)) is not None:
+            if (images := convert_rows_at_rest(shape, schema, changes, value_of)) is not None:
                 pieces.append(images)
             else:
                 lost.append(changes.column(change.SEQ).to_numpy())
-        return cls(changes=pa.concat_tables(pieces).sort_by(change.SEQ), lost=np.concatenate(lost))
+        return cls(changes=pa.concat_tables(pieces).sort_by(change.SEQ), unidentified=np.concatenate(lost))
 
 
-def sift_each(schema: TableSchema, changes: pa.Table, partition_by: Mapping[str, str]) -> Sifted:
+def split_rejects_of_append(schema: TableSchema, changes: pa.Table, partition_by: Mapping[str, str]) -> SplitResult:
     """Tell changes, which have every column, apart for a table in which each is a row."""
     changes = changes.combine_chunks()
-    bad = bad_rows(schema, changes, partition_by)
+    bad = find_rejectable_rows(schema, changes, partition_by)
     return _apart(schema, changes, bad, np.flatnonzero(bad), NO_SEQS, partition_by, EACH_HINT)
 
 
-def sift_images(schema: TableSchema, changes: pa.Table, dead: DeadImages, partition_by: Mapping[str, str]) -> Sifted:
+def split_rejects_keyless(
+    schema: TableSchema, changes: pa.Table, dead: DeadLetterImages, partition_by: Mapping[str, str]
+) -> SplitResult:
     """Tell changes, which stand in `_seq` order and have every column, apart for a table without a key. Each update is
     then the row that went and the row that came."""
     truncates = np.flatnonzero(pc.equal(changes.column(change.OP), Operation.TRUNCATE.value).to_numpy())
     first = int(truncates[-1]) + 1 if truncates.size else 0
     rows = split_updates(schema, changes.slice(first)).combine_chunks()
-    bad = bad_rows(schema, rows, partition_by)
-    cleared = np.concatenate([dead.changes.column(change.SEQ).to_numpy(), dead.lost])
+    bad = find_rejectable_rows(schema, rows, partition_by)
+    cleared = np.concatenate([dead.changes.column(change.SEQ).to_numpy(), dead.unidentified])
     known = dead.changes
     if truncates.size:
         known = known.slice(0, 0)
-    fits = ~bad_rows(schema, known, partition_by)
+    fits = ~find_rejectable_rows(schema, known, partition_by)
     letters, gone = _matched(schema, known.filter(pa.array(~fits)), rows, np.flatnonzero(bad))
     if fits.any():
         deletes = pc.equal(rows.column(change.OP), Operation.DELETE.value).to_numpy()
@@ -89,9 +91,9 @@ def sift_images(schema: TableSchema, changes: pa.Table, dead: DeadImages, partit
     found = _apart(schema, rows, bad, letters, cleared if truncates.size else gone, partition_by, IMAGE_HINT)
     if not truncates.size:
         return found
-    return Sifted(
+    return SplitResult(
         changes=pa.concat_tables([changes.slice(first - 1, 1), found.changes]),
-        letters=found.letters,
+        dead_letters=found.dead_letters,
         causes=found.causes,
         cleared=found.cleared,
     )
@@ -121,10 +123,10 @@ def _with(changes: pa.Table, name: str, values: Any) -> pa.Table:
     return changes.set_column(place, changes.schema.field(place), values)
 
 
-def bad_rows(schema: TableSchema, rows: pa.Table, partition_by: Mapping[str, str]) -> Flags:
+def find_rejectable_rows(schema: TableSchema, rows: pa.Table, partition_by: Mapping[str, str]) -> Flags:
     """The rows with a value that the table cannot hold."""
     unfit, _ = unfit_rows(schema, rows)
-    unheld, _ = unholdable(schema, _own(schema, rows), rows.num_rows, partition_by)
+    unheld, _ = find_unstorable_rows(schema, _own(schema, rows), rows.num_rows, partition_by)
     return unfit | unheld
 
 
@@ -188,11 +190,11 @@ def _apart(
     cleared: Ints,
     partition_by: Mapping[str, str],
     hint: str,
-) -> Sifted:
+) -> SplitResult:
     taken = rows.filter(pa.array(~bad))
-    return Sifted(
+    return SplitResult(
         changes=_with(taken, change.UNFIT, pa.nulls(taken.num_rows, change.UNFIT_TYPE)),
-        letters=rows.take(pa.array(letters)),
+        dead_letters=rows.take(pa.array(letters)),
         cleared=cleared,
         causes=[unfit_cause(schema, rows, row, partition_by, hint) for row in letters.tolist()],
     )

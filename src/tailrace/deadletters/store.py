@@ -35,12 +35,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from tailrace.changelog.format.coverage import token
+from tailrace.changelog.format.coverage import table_token
 from tailrace.errors import LogCorrupt, TailraceError
 from tailrace.model import change
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.storage import files
-from tailrace.storage.files import LogPath, Stamp
+from tailrace.storage.files import FileStamp, LogPath
 
 FOLDER = "dead"
 FORMAT = 1
@@ -51,18 +51,18 @@ _tables_seen: dict[LogPath, tuple[float, frozenset[str]]] = {}
 LOOKS_MAX = 100
 """At steps that are removed by another process while they are read."""
 
-CAUSE_CODE, CAUSE, HINT, SET_ASIDE_AT = "_cause_code", "_cause", "_hint", "_set_aside_at"
+CAUSE_CODE, CAUSE, HINT, REJECTED_AT = "_cause_code", "_cause", "_hint", "_set_aside_at"
 CAUSE_FIELDS = (
     pa.field(CAUSE_CODE, pa.string()), pa.field(CAUSE, pa.string()), pa.field(HINT, pa.string()),
-    pa.field(SET_ASIDE_AT, pa.timestamp("us", "UTC")),
+    pa.field(REJECTED_AT, pa.timestamp("us", "UTC")),
 )  # fmt: skip
 """What a letter has beside the columns of a change. A step has them first, so no column of a table meets them."""
 
 
-_SEQ_PLACE = len(CAUSE_FIELDS) + [field.name for field in change.ALWAYS].index(change.SEQ)
+_SEQ_PLACE = len(CAUSE_FIELDS) + [field.name for field in change.REQUIRED].index(change.SEQ)
 
 
-class Origin(NamedTuple):
+class DeadLetterOrigin(NamedTuple):
     """What rows that a load has brought say of where they come from, so that those that it could not bring say it too
     when they come later."""
 
@@ -71,12 +71,12 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bundle:
+class DeadLetterBatch:
     """Letters of one shape, in `_seq` order: `CAUSE_FIELDS`, then the columns of a change."""
 
-    shape: TableSchema
+    schema: TableSchema
     rows: pa.Table
-    origin: Origin | None = None
+    origin: DeadLetterOrigin | None = None
 
     @property
     def changes(self) -> pa.Table:
@@ -89,30 +89,30 @@ class Bundle:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
+class _StepHeader:
     """What a step says without its payloads."""
 
-    reaches: int
-    letters: tuple[int, ...]
+    counts_from_seq: int
+    dead_letters: tuple[int, ...]
     cleared: tuple[int, ...]
-    shape: dict[str, Any]
+    schema: dict[str, Any]
     load: str | None = None
     """Whose rows they are: it counts only for a table that came from this load."""
-    passed: tuple[int, ...] = ()
-    origin: Origin | None = None
-    late: str | None = None
+    superseded: tuple[int, ...] = ()
+    origin: DeadLetterOrigin | None = None
+    replay_id: str | None = None
     """Of a promise, its name."""
 
 
-class Letters:
+class DeadLetterStore:
     """The letters of one table. Plain: a task may have one too. Only whoever applies to the table writes steps."""
 
     def __init__(self, log: LogPath, table: TableId) -> None:
         self.table = table
-        self._path = log / FOLDER / token(table)
+        self._path = log / FOLDER / table_token(table)
 
     @property
-    def any(self) -> bool:
+    def has_any(self) -> bool:
         """Whether there is anything to look at; cheap where there is not."""
         return bool(self._steps())
 
@@ -120,39 +120,43 @@ class Letters:
         """How many are open for a table that has come to this `_seq`, from this load if it has a name."""
         return len(self._open(self._counting(seq, load)))
 
-    def open(self, seq: int, load: str | None = None, *, only: Collection[int] | None = None) -> list[Bundle]:
+    def read_open(
+        self, seq: int, load: str | None = None, *, only: Collection[int] | None = None
+    ) -> list[DeadLetterBatch]:
         """Those that are, or some of them, each with its payload and its newest cause."""
         return self._bundles(seq, load, only)
 
-    def keys(self, seq: int, load: str | None = None) -> list[Bundle]:
+    def read_open_keys(self, seq: int, load: str | None = None) -> list[DeadLetterBatch]:
         """Those that have not passed, with no column of the table but its key: payloads may be large."""
-        passed, waiting = self.passed(seq, load), None
+        passed, waiting = self.superseded(seq, load), None
         if passed:
             waiting = {number for number in self._open(self._counting(seq, load)) if number not in passed}
         found = self._bundles(seq, load, waiting)
-        return [replace(bundle, rows=bundle.rows.select(_key_places(bundle.shape, bundle.rows))) for bundle in found]
+        return [replace(bundle, rows=bundle.rows.select(_key_places(bundle.schema, bundle.rows))) for bundle in found]
 
-    def passed(self, seq: int, load: str | None = None) -> frozenset[int]:
+    def superseded(self, seq: int, load: str | None = None) -> frozenset[int]:
         """Letters, open or not, that nothing builds on any more."""
-        return frozenset(number for _, step in self._counting(seq, load) for number in step.passed)
+        return frozenset(number for _, step in self._counting(seq, load) for number in step.superseded)
 
-    def _bundles(self, seq: int, load: str | None, only: Collection[int] | None) -> list[Bundle]:
+    def _bundles(self, seq: int, load: str | None, only: Collection[int] | None) -> list[DeadLetterBatch]:
         for _ in range(LOOKS_MAX):
             with suppress(FileNotFoundError):  # whoever applies has removed a step since: what is there now?
                 return list(self._read(seq, load, only))
         raise _unreadable(self._path)
 
-    def _read(self, seq: int, load: str | None, only: Collection[int] | None) -> Iterator[Bundle]:
+    def _read(self, seq: int, load: str | None, only: Collection[int] | None) -> Iterator[DeadLetterBatch]:
         steps = self._counting(seq, load)
         owner = self._open(steps)
         for path, step in steps:
-            mine = [number for number in step.letters if owner.get(number) == path and (only is None or number in only)]
+            mine = [
+                number for number in step.dead_letters if owner.get(number) == path and (only is None or number in only)
+            ]
             if mine:
                 rows = _read_rows(path)
                 places = np.flatnonzero(np.isin(rows.column(_SEQ_PLACE).to_numpy(), np.array(mine, np.int64)))
                 whole = len(places) == rows.num_rows
                 rows = rows if whole else rows.take(pa.array(places))
-                yield Bundle(shape=TableSchema.from_json(step.shape), rows=rows, origin=step.origin)
+                yield DeadLetterBatch(schema=TableSchema.from_json(step.schema), rows=rows, origin=step.origin)
 
     def write(
         self,
@@ -165,7 +169,7 @@ class Letters:
         passed: Collection[int] = (),
         there: bool = False,
         version: int | None = None,
-        origin: Origin | None = None,
+        origin: DeadLetterOrigin | None = None,
         late: str | None = None,
     ) -> None:
         """A step that counts once the table has come to `reaches`; durable when this returns.
@@ -174,7 +178,7 @@ class Letters:
         has them is `version`, if that is known. With a name it is a promise, and counts once that is kept.
         """
         files.make_folder(self._path)
-        with files.explained(self._path):
+        with files.explain_errors(self._path):
             if not (self._path / "table.json").exists():
                 self._record("table.json", {"schema": self.table.schema, "table": self.table.name})
             seqs = letters.column(change.SEQ).to_pylist()
@@ -185,53 +189,53 @@ class Letters:
             )
             files.replace_durably(self._next(reaches), content)
 
-    def keep(self, late: str, version: int | None) -> None:
+    def confirm_replay(self, late: str, version: int | None) -> None:
         """A promise was kept, in this version of the table if that is known: no other can be any more."""
-        with files.explained(self._path):
+        with files.explain_errors(self._path):
             for path, step in self._steps():
-                if step.late == late:
-                    self._note_past(step.reaches, (), version=version)
+                if step.replay_id == late:
+                    self._note_past(step.counts_from_seq, (), version=version)
                     self._settled(path, step)
-                elif step.late is not None:
+                elif step.replay_id is not None:
                     path.unlink(missing_ok=True)
 
-    def _settled(self, path: LogPath, step: _Step) -> None:
+    def _settled(self, path: LogPath, step: _StepHeader) -> None:
         """Have a step count whatever comes."""
         content = _encoded(
             self.table,
-            TableSchema.from_json(step.shape),
-            step.reaches,
+            TableSchema.from_json(step.schema),
+            step.counts_from_seq,
             _read_rows(path),
             step.cleared,
-            passed=step.passed,
+            passed=step.superseded,
             origin=step.origin,
         )
         files.replace_durably(path, content)
 
     def _next(self, reaches: int) -> LogPath:
         """A step's name that none has."""
-        before = [path for path, step in self._steps() if step.reaches == reaches]
+        before = [path for path, step in self._steps() if step.counts_from_seq == reaches]
         number = int(before[-1].stem.rpartition("-")[2]) + 1 if before else 0
         return self._path / f"{reaches:020d}-{number:06d}.arrow"
 
-    def void(self, seq: int) -> None:
+    def discard_after(self, seq: int) -> None:
         """Remove the steps of commits that were not made, or were taken back: the table is at `seq`."""
-        with files.explained(self._path):
+        with files.explain_errors(self._path):
             for path, step in self._steps():
-                if step.reaches > seq:
+                if step.counts_from_seq > seq:
                     path.unlink(missing_ok=True)
 
-    def tidy(self, seq: int) -> None:
+    def remove_closed(self, seq: int) -> None:
         """Remove the oldest steps of which nothing is open. Those of the future are left alone."""
         steps = self._counting(seq)
         owner = self._open(steps)
-        with files.explained(self._path):
+        with files.explain_errors(self._path):
             for path, step in steps:
-                if any(owner.get(number) == path for number in step.letters):
+                if any(owner.get(number) == path for number in step.dead_letters):
                     break
                 path.unlink(missing_ok=True)
             for path, step in [] if owner else self._steps():
-                if step.late is not None:
+                if step.replay_id is not None:
                     path.unlink(missing_ok=True)
             if not self._steps():
                 for path in self._path.glob("forgotten-*.json"):
@@ -242,17 +246,17 @@ class Letters:
     def before_load(self, load: str, *, whole: bool, now: str | None, seq: int, late: str | None = None) -> None:
         """A load is about to land at this `_seq` in a table that came from the load `now`, and bears the name of a
         promise if one was kept last; a whole one clears what is here."""
-        self.settle(now, late)
+        self.recover(now, late)
         if whole and (steps := [(path, step) for path, step in self._steps() if step.load != load]):
             self._note_past(seq, (), load=load)
             self._record("load.json", {"load": load, "steps": [path.name for path, _ in steps]})
 
-    def pass_by_load(self, load: str, shape: TableSchema, reaches: int) -> None:
+    def supersede_by_load(self, load: str, shape: TableSchema, reaches: int) -> None:
         """A load is about to land that brings every row as it is now, and not what it was: the letters of before stay,
         and have passed once the table came from that load. May be repeated after `before_load`."""
         if not (owner := self._open(self._steps())):
             return
-        with files.explained(self._path):
+        with files.explain_errors(self._path):
             none = with_causes(shape.change_schema().empty_table(), [])
             content = _encoded(self.table, shape, reaches, none, (), load, passed=sorted(owner))
             files.replace_durably(self._next(reaches), content)
@@ -262,10 +266,12 @@ class Letters:
         stored = self._stored("load.json")
         return () if stored is None or stored["load"] != load else tuple(stored["steps"])
 
-    def write_load(self, load: str, reaches: int, rows: Sequence[Bundle], origin: Origin | None = None) -> None:
+    def write_load_rejects(
+        self, load: str, reaches: int, rows: Sequence[DeadLetterBatch], origin: DeadLetterOrigin | None = None
+    ) -> None:
         """Rows that a load, which is about to land at this `_seq`, could not bring; of one shape. May be repeated."""
         files.make_folder(self._path)
-        with files.explained(self._path):
+        with files.explain_errors(self._path):
             if not (self._path / "table.json").exists():
                 self._record("table.json", {"schema": self.table.schema, "table": self.table.name})
             letters = pa.concat_tables([bundle.rows for bundle in rows])
@@ -273,26 +279,26 @@ class Letters:
             numbers = pa.array(range(first, first + letters.num_rows), pa.int64())
             letters = letters.set_column(_SEQ_PLACE, letters.schema.field(_SEQ_PLACE), numbers)
             self._note_past(reaches, numbers.to_pylist())
-            content = _encoded(self.table, rows[0].shape, reaches, letters, (), load, origin=origin)
+            content = _encoded(self.table, rows[0].schema, reaches, letters, (), load, origin=origin)
             files.replace_durably(self._next(reaches), content)
 
     def _numbers(self) -> Iterator[int]:
         """All that letters have, or had as far as that is told."""
         for _, step in self._steps():
-            yield from (*step.letters, *step.cleared)
+            yield from (*step.dead_letters, *step.cleared)
         for forgotten in self._path.glob("forgotten-*.json"):
             yield from (self._stored(forgotten.name) or {"seqs": []})["seqs"]
 
-    def settle(self, load: str | None, late: str | None = None) -> None:
+    def recover(self, load: str | None, late: str | None = None) -> None:
         """Remove what the load that the table came from has cleared, and what is of a load that came to nothing. What
         that load itself has left counts from here on whatever is loaded later, as far as that does not clear it; and
         so does a promise whose name the table bears."""
         cleared = self.cleared_by(load)
-        with files.explained(self._path):
+        with files.explain_errors(self._path):
             for path, step in self._steps():
                 if path.name in cleared or step.load not in (None, load):
                     path.unlink(missing_ok=True)
-                elif step.load is not None or (step.late is not None and step.late == late):
+                elif step.load is not None or (step.replay_id is not None and step.replay_id == late):
                     self._settled(path, step)
             if cleared:
                 (self._path / "load.json").unlink(missing_ok=True)
@@ -300,12 +306,12 @@ class Letters:
     # What was.
 
     @property
-    def first(self) -> int | None:
+    def first_seq(self) -> int | None:
         """The first `_seq` that ever was one, about; None: the table never had any."""
         stored = self._stored("past.json")
         return None if stored is None else int(stored["first"])
 
-    def over(self, seq: int, load: str | None, version: int) -> bool:
+    def is_complete_at(self, seq: int, load: str | None, version: int) -> bool:
         """Whether a version of the table, which stood there, lacks nothing that ever was in letters."""
         stored = self._stored("past.json")
         if stored is None:
@@ -329,49 +335,49 @@ class Letters:
         """Drop letters for good."""
         self._record(f"forgotten-{uuid.uuid4().hex[:12]}.json", {"seqs": sorted(seqs)})
 
-    def ask(self) -> None:
+    def request_replay(self) -> None:
         """Ask for the letters to be tried again."""
         self._record("replay.json", {"asked_at": time.time()})
 
     @property
-    def asked(self) -> float | None:
+    def replay_requested_at(self) -> float | None:
         """When that was; None: nobody asks."""
         stored = self._stored("replay.json")
         return None if stored is None else float(stored["asked_at"])
 
-    def answered(self, asked: float) -> None:
+    def complete_replay_request(self, asked: float) -> None:
         """They were tried. Who has asked again meanwhile is not answered by that."""
-        if self.asked == asked:
+        if self.replay_requested_at == asked:
             (self._path / "replay.json").unlink(missing_ok=True)
 
     # Files.
 
-    def _steps(self) -> list[tuple[LogPath, _Step]]:
+    def _steps(self) -> list[tuple[LogPath, _StepHeader]]:
         try:
-            with files.store_explained(self._path):
+            with files.explain_store_errors(self._path):
                 names = sorted(entry.name for entry in self._path.iterdir() if entry.suffix == ".arrow")
         except (FileNotFoundError, NotADirectoryError):
             return []
         found = []
         for path in (self._path / name for name in names if name[0] != "."):
             with suppress(FileNotFoundError):  # whoever applies has removed it since
-                found.append((path, _read_step(path, files.stamp(path))))
+                found.append((path, _read_step(path, files.read_stamp(path))))
         return found
 
-    def _counting(self, seq: int, load: str | None = None) -> list[tuple[LogPath, _Step]]:
-        steps = [(path, step) for path, step in self._steps() if step.reaches <= seq and step.late is None]
+    def _counting(self, seq: int, load: str | None = None) -> list[tuple[LogPath, _StepHeader]]:
+        steps = [(path, step) for path, step in self._steps() if step.counts_from_seq <= seq and step.replay_id is None]
         if load is not None:
             steps = [(path, step) for path, step in steps if step.load in (None, load)]
         cleared = self.cleared_by(load) if steps and load is not None else ()
         return [(path, step) for path, step in steps if path.name not in cleared]
 
-    def _open(self, steps: list[tuple[LogPath, _Step]]) -> dict[int, LogPath]:
+    def _open(self, steps: list[tuple[LogPath, _StepHeader]]) -> dict[int, LogPath]:
         """The open letters, and which step each stands in."""
         owner: dict[int, LogPath] = {}
         for path, step in steps:
             for number in step.cleared:
                 owner.pop(number, None)
-            owner.update(dict.fromkeys(step.letters, path))
+            owner.update(dict.fromkeys(step.dead_letters, path))
         for forgotten in self._path.glob("forgotten-*.json") if owner else ():
             for number in (self._stored(forgotten.name) or {"seqs": []})["seqs"]:
                 owner.pop(number, None)
@@ -379,7 +385,7 @@ class Letters:
 
     def _record(self, name: str, content: dict[str, Any]) -> None:
         files.make_folder(self._path)
-        with files.explained(self._path / name):
+        with files.explain_errors(self._path / name):
             files.replace_durably(self._path / name, json.dumps(content).encode())
 
     def _stored(self, name: str) -> dict[str, Any] | None:
@@ -387,25 +393,25 @@ class Letters:
             found: dict[str, Any] = json.loads((self._path / name).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except files.STORE_TROUBLE as error:
-            raise files.told(error, self._path) from error
+        except files.STORE_ERRORS as error:
+            raise files.explained_error(error, self._path) from error
         except (OSError, ValueError) as error:
             raise _unreadable(self._path / name) from error
         return found
 
 
-def may_have_letters(log: LogPath, table: TableId) -> bool:
+def may_have_dead_letters(log: LogPath, table: TableId) -> bool:
     """Whether a table may have letters, for those who ask often: in a store one look serves all tables for a while."""
     if not files.is_remote(log):
         return True
     looked, names = _tables_seen.get(log, (0.0, frozenset()))
     if time.monotonic() >= looked + _SEEN_SECONDS:
-        with files.explained(log):
-            looked, names = _tables_seen[log] = (time.monotonic(), frozenset(files.names(log / FOLDER)))
-    return token(table) in names
+        with files.explain_errors(log):
+            looked, names = _tables_seen[log] = (time.monotonic(), frozenset(files.list_names(log / FOLDER)))
+    return table_token(table) in names
 
 
-def tables_with_letters(log: LogPath) -> list[TableId]:
+def tables_with_dead_letters(log: LogPath) -> list[TableId]:
     """The tables that have, or had, dead letters."""
 
     def found() -> Iterator[TableId]:
@@ -428,14 +434,16 @@ def with_causes(letters: pa.Table, causes: Sequence[TailraceError]) -> pa.Table:
     return pa.Table.from_arrays([*said, *letters.columns], schema=pa.schema([*CAUSE_FIELDS, *letters.schema]))
 
 
-def encoded_letters(shape: TableSchema, letters: pa.Table) -> bytes:
+def encode_dead_letters(shape: TableSchema, letters: pa.Table) -> bytes:
     """Letters that no step has yet, as a file."""
     return _encoded(shape.table, shape, 0, letters, ())
 
 
-def read_letters(path: LogPath) -> Bundle:
+def read_dead_letters(path: LogPath) -> DeadLetterBatch:
     """What such a file holds."""
-    return Bundle(shape=TableSchema.from_json(_read_step(path, files.stamp(path)).shape), rows=_read_rows(path))
+    return DeadLetterBatch(
+        schema=TableSchema.from_json(_read_step(path, files.read_stamp(path)).schema), rows=_read_rows(path)
+    )
 
 
 def _encoded(
@@ -447,7 +455,7 @@ def _encoded(
     load: str | None = None,
     *,
     passed: Sequence[int] = (),
-    origin: Origin | None = None,
+    origin: DeadLetterOrigin | None = None,
     late: str | None = None,
 ) -> bytes:
     meta = {
@@ -472,45 +480,45 @@ def _encoded(
 
 
 @lru_cache(maxsize=_STEPS_KNOWN_MAX)
-def _read_step(path: LogPath, _: Stamp | None) -> _Step:
+def _read_step(path: LogPath, _: FileStamp | None) -> _StepHeader:
     """Kept by the file's identity: status asks twice a second."""
     try:
-        with files.mapped(path) as handle:
+        with files.arrow_file(path) as handle:
             stored = json.loads(pa.ipc.open_file(handle).schema.metadata[_META])
         if stored["format"] != FORMAT:
             raise ValueError("it has a format this version does not know")
-        return _Step(
-            reaches=stored["reaches"],
-            letters=tuple(stored["letters"]),
+        return _StepHeader(
+            counts_from_seq=stored["reaches"],
+            dead_letters=tuple(stored["letters"]),
             cleared=tuple(stored["cleared"]),
-            shape=stored["shape"],
+            schema=stored["shape"],
             load=stored.get("load"),
-            passed=tuple(stored.get("passed", ())),
-            late=stored.get("late"),
-            origin=Origin(*stored["origin"]) if "origin" in stored else None,
+            superseded=tuple(stored.get("passed", ())),
+            replay_id=stored.get("late"),
+            origin=DeadLetterOrigin(*stored["origin"]) if "origin" in stored else None,
         )
     except FileNotFoundError:
         raise
-    except files.STORE_TROUBLE as error:
-        raise files.told(error, path) from error
+    except files.STORE_ERRORS as error:
+        raise files.explained_error(error, path) from error
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
         raise _unreadable(path) from error
 
 
 def _read_rows(path: LogPath) -> pa.Table:
     try:
-        return pa.ipc.open_file(files.mapped(path)).read_all()  # only what is looked at is read
+        return pa.ipc.open_file(files.arrow_file(path)).read_all()  # only what is looked at is read
     except FileNotFoundError:
         raise
-    except files.STORE_TROUBLE as error:
-        raise files.told(error, path) from error
+    except files.STORE_ERRORS as error:
+        raise files.explained_error(error, path) from error
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path) from error
 
 
 def _key_places(shape: TableSchema, rows: pa.Table) -> list[int]:
     """Where a letter's cause, what every change has, its key and what of it does not fit stand."""
-    always = len(CAUSE_FIELDS) + len(change.ALWAYS)
+    always = len(CAUSE_FIELDS) + len(change.REQUIRED)
     wanted = {change.UNFIT, *(change.stored_name(name) for name in shape.key)}
     return [*range(always), *(i for i in range(always, rows.num_columns) if rows.schema.field(i).name in wanted)]
 

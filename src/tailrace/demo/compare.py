@@ -141,7 +141,7 @@ def _path_part(name: str) -> str:
 # --- the contract of the lake: how a source column must stand in it ----------------------------------------
 
 
-class Kind(enum.Enum):
+class ValueKind(enum.Enum):
     """How a type of the source stands in the lake."""
 
     BOOLEAN = "boolean"
@@ -157,36 +157,36 @@ class Kind(enum.Enum):
 
 
 _KINDS = {
-    "bool": Kind.BOOLEAN,
-    "int2": Kind.INTEGER,
-    "int4": Kind.INTEGER,
-    "int8": Kind.INTEGER,
-    "oid": Kind.INTEGER,
-    "float4": Kind.REAL,
-    "float8": Kind.DOUBLE,
-    "text": Kind.TEXT,
-    "varchar": Kind.TEXT,
-    "bpchar": Kind.TEXT,
-    "name": Kind.TEXT,
-    "char": Kind.TEXT,
-    "bytea": Kind.BINARY,
-    "date": Kind.DATE,
-    "timestamp": Kind.TIMESTAMP,
-    "timestamptz": Kind.TIMESTAMPTZ,
+    "bool": ValueKind.BOOLEAN,
+    "int2": ValueKind.INTEGER,
+    "int4": ValueKind.INTEGER,
+    "int8": ValueKind.INTEGER,
+    "oid": ValueKind.INTEGER,
+    "float4": ValueKind.REAL,
+    "float8": ValueKind.DOUBLE,
+    "text": ValueKind.TEXT,
+    "varchar": ValueKind.TEXT,
+    "bpchar": ValueKind.TEXT,
+    "name": ValueKind.TEXT,
+    "char": ValueKind.TEXT,
+    "bytea": ValueKind.BINARY,
+    "date": ValueKind.DATE,
+    "timestamp": ValueKind.TIMESTAMP,
+    "timestamptz": ValueKind.TIMESTAMPTZ,
 }
 
 
-class Shape(NamedTuple):
+class ComparedType(NamedTuple):
     """How a value of the source is expected to stand in the lake."""
 
     """How a column stands in the lake. A decimal's precision is not part of it: more room does no harm."""
 
-    kind: Kind
+    kind: ValueKind
     scale: int = 0
     is_list: bool = False
 
     def __str__(self) -> str:
-        name = f"decimal with scale {self.scale}" if self.kind is Kind.DECIMAL else self.kind.value
+        name = f"decimal with scale {self.scale}" if self.kind is ValueKind.DECIMAL else self.kind.value
         return f"list of {name}" if self.is_list else name
 
 
@@ -205,7 +205,7 @@ class SourceColumn(NamedTuple):
     """One column of the source."""
 
     name: str
-    shape: Shape
+    shape: ComparedType
     key_place: int | None
     """Its place in the primary key, or None."""
 
@@ -233,53 +233,53 @@ def _types(connection: Connection) -> dict[int, PgType]:
     return {row[0]: PgType(*row[1:]) for row in rows}
 
 
-def _shape_in_lake(types: dict[int, PgType], oid: int, modifier: int) -> Shape:
+def _shape_in_lake(types: dict[int, PgType], oid: int, modifier: int) -> ComparedType:
     found = types[oid]
     while found.base:
         modifier, found = found.base_modifier, types[found.base]
     element = types.get(found.element)
     scalar = element or found
     if not scalar.built_in:
-        return Shape(Kind.TEXT)
+        return ComparedType(ValueKind.TEXT)
     if scalar.name == "numeric":
         return _decimal_shape(modifier, is_list=element is not None)
     kind = _KINDS.get(scalar.name)
-    return Shape(kind, is_list=element is not None) if kind is not None else Shape(Kind.TEXT)
+    return ComparedType(kind, is_list=element is not None) if kind is not None else ComparedType(ValueKind.TEXT)
 
 
-def _decimal_shape(modifier: int, *, is_list: bool) -> Shape:
+def _decimal_shape(modifier: int, *, is_list: bool) -> ComparedType:
     """numeric(p, s), where the modifier is ((p << 16) | s) + 4 and s has eleven bits and a sign."""
     if modifier < 4:
-        return Shape(Kind.TEXT)
+        return ComparedType(ValueKind.TEXT)
     precision, scale = (modifier - 4) >> 16 & 0xFFFF, (modifier - 4) & 0x7FF
     scale = scale - 2048 if scale >= 1024 else scale
     digits = max(precision - min(scale, 0), scale)
     if digits > DECIMAL_DIGITS_MAX:
-        return Shape(Kind.TEXT)
-    return Shape(Kind.DECIMAL, max(scale, 0), is_list)
+        return ComparedType(ValueKind.TEXT)
+    return ComparedType(ValueKind.DECIMAL, max(scale, 0), is_list)
 
 
-def _shape_of(stored: pa.DataType) -> Shape | None:
+def _shape_of(stored: pa.DataType) -> ComparedType | None:
     """The shape of a lake column, or None for a type that the contract never gives."""
     if pa.types.is_list(stored) or pa.types.is_large_list(stored):
         element = _shape_of(stored.value_type)
         return element._replace(is_list=True) if element is not None and not element.is_list else None
     if pa.types.is_decimal(stored):
-        return Shape(Kind.DECIMAL, stored.scale)
+        return ComparedType(ValueKind.DECIMAL, stored.scale)
     if pa.types.is_timestamp(stored) and stored.unit == "us":
-        return Shape({None: Kind.TIMESTAMP, "UTC": Kind.TIMESTAMPTZ}.get(stored.tz, Kind.TEXT))
+        return ComparedType({None: ValueKind.TIMESTAMP, "UTC": ValueKind.TIMESTAMPTZ}.get(stored.tz, ValueKind.TEXT))
     tests = (
-        (pa.types.is_boolean, Kind.BOOLEAN),
-        (pa.types.is_integer, Kind.INTEGER),
-        (pa.types.is_float32, Kind.REAL),
-        (pa.types.is_float64, Kind.DOUBLE),
-        (pa.types.is_string, Kind.TEXT),
-        (pa.types.is_large_string, Kind.TEXT),
-        (pa.types.is_binary, Kind.BINARY),
-        (pa.types.is_large_binary, Kind.BINARY),
-        (pa.types.is_date32, Kind.DATE),
+        (pa.types.is_boolean, ValueKind.BOOLEAN),
+        (pa.types.is_integer, ValueKind.INTEGER),
+        (pa.types.is_float32, ValueKind.REAL),
+        (pa.types.is_float64, ValueKind.DOUBLE),
+        (pa.types.is_string, ValueKind.TEXT),
+        (pa.types.is_large_string, ValueKind.TEXT),
+        (pa.types.is_binary, ValueKind.BINARY),
+        (pa.types.is_large_binary, ValueKind.BINARY),
+        (pa.types.is_date32, ValueKind.DATE),
     )
-    return next((Shape(kind) for test, kind in tests if test(stored)), None)
+    return next((ComparedType(kind) for test, kind in tests if test(stored)), None)
 
 
 def _column_problems(wanted: list[SourceColumn], stored: pa.Schema) -> dict[str, str]:
@@ -332,18 +332,18 @@ def _count(connection: Connection, relation: Relation) -> int:
 # Each takes the place of `{}`: a value to the text described at the top of this file. Where there is none,
 # COPY writes what the type's output function says, which is not always what a cast to text says.
 _EXPRESSIONS = {
-    Kind.REAL: """CASE WHEN {} = 'NaN' THEN 'NaN'
+    ValueKind.REAL: """CASE WHEN {} = 'NaN' THEN 'NaN'
         ELSE ('x' || encode(float4send({}), 'hex'))::bit(32)::int::text END""",
-    Kind.DOUBLE: """CASE WHEN {} = 'NaN' THEN 'NaN'
+    ValueKind.DOUBLE: """CASE WHEN {} = 'NaN' THEN 'NaN'
         ELSE ('x' || encode(float8send({}), 'hex'))::bit(64)::bigint::text END""",
-    Kind.DATE: """CASE WHEN isfinite({}) THEN {} - date '1970-01-01'
+    ValueKind.DATE: """CASE WHEN isfinite({}) THEN {} - date '1970-01-01'
         WHEN {} > 'epoch' THEN date '9999-12-31' - date '1970-01-01'
         WHEN {} < 'epoch' THEN date '0001-01-01' - date '1970-01-01' END""",
-    Kind.TIMESTAMP: """CASE WHEN isfinite({}) THEN trunc(extract(epoch FROM {}) * 1000000)
+    ValueKind.TIMESTAMP: """CASE WHEN isfinite({}) THEN trunc(extract(epoch FROM {}) * 1000000)
         WHEN {} > 'epoch' THEN trunc(extract(epoch FROM timestamp '9999-12-31 23:59:59.999999') * 1000000)
         WHEN {} < 'epoch' THEN trunc(extract(epoch FROM timestamp '0001-01-01') * 1000000) END""",
 }
-_EXPRESSIONS[Kind.TIMESTAMPTZ] = _EXPRESSIONS[Kind.TIMESTAMP].replace("timestamp '", "timestamptz '")
+_EXPRESSIONS[ValueKind.TIMESTAMPTZ] = _EXPRESSIONS[ValueKind.TIMESTAMP].replace("timestamp '", "timestamptz '")
 
 
 def _expression(column: SourceColumn) -> sql.Composable:
@@ -403,10 +403,10 @@ def _parse_csv(text: io.BytesIO, longest: int, width: int) -> pa.Table:
     return table.select([*names[1:], ""])
 
 
-def _source_texts(texts: pa.ChunkedArray, shape: Shape) -> pa.ChunkedArray:
+def _source_texts(texts: pa.ChunkedArray, shape: ComparedType) -> pa.ChunkedArray:
     if shape.is_list:
         return _mapped(texts, lambda value: _list_text(value, shape))
-    return _mapped(texts, _digits) if shape.kind is Kind.DECIMAL else texts
+    return _mapped(texts, _digits) if shape.kind is ValueKind.DECIMAL else texts
 
 
 def _digits(text: str) -> str:
@@ -428,13 +428,13 @@ _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _BOUNDS = re.compile(r"^(\[-?[0-9]+:-?[0-9]+\])+=")
 
 
-def _list_text(text: str, shape: Shape) -> str:
+def _list_text(text: str, shape: ComparedType) -> str:
     """`{a,"b,c",NULL}` to `['a', 'b,c', None]`; with more dimensions it stays, equal to no list."""
     body = _BOUNDS.sub("", text, count=1) if text.startswith("[") else text
     if body.startswith("{{"):
         return text
     elements = _elements(body[1:-1])
-    if shape.kind is Kind.DECIMAL:
+    if shape.kind is ValueKind.DECIMAL:
         elements = (None if element is None else _digits(element) for element in elements)
     return repr(list(elements))
 
@@ -519,26 +519,26 @@ def _lake_texts(stored: pa.Table, columns: list[SourceColumn]) -> pa.Table:
     return pa.table({**texts, "": ones})
 
 
-def _texts(values: pa.Array, shape: Shape) -> pa.Array:
+def _texts(values: pa.Array, shape: ComparedType) -> pa.Array:
     """The text form of a column of the lake, as told at the top of this file."""
     if shape.is_list:
         return _list_texts(values, shape._replace(is_list=False))
     match shape.kind:
-        case Kind.BOOLEAN:
+        case ValueKind.BOOLEAN:
             return pc.if_else(values, "t", "f")
-        case Kind.REAL | Kind.DOUBLE:
-            bits = values.view(pa.int32() if shape.kind is Kind.REAL else pa.int64()).cast(pa.string())
+        case ValueKind.REAL | ValueKind.DOUBLE:
+            bits = values.view(pa.int32() if shape.kind is ValueKind.REAL else pa.int64()).cast(pa.string())
             return pc.if_else(pc.is_nan(values), "NaN", bits)
-        case Kind.DECIMAL:
+        case ValueKind.DECIMAL:
             return _unscaled(values.cast(pa.decimal128(DECIMAL_DIGITS_MAX, shape.scale))).cast(pa.string())
-        case Kind.DATE:
+        case ValueKind.DATE:
             return values.view(pa.int32()).cast(pa.string())
-        case Kind.TIMESTAMP | Kind.TIMESTAMPTZ:
+        case ValueKind.TIMESTAMP | ValueKind.TIMESTAMPTZ:
             return values.view(pa.int64()).cast(pa.string())
-        case Kind.BINARY:
+        case ValueKind.BINARY:
             hexed = [None if value is None else "\\x" + value.hex() for value in values.to_pylist()]
             return pa.array(hexed, pa.string())
-        case Kind.INTEGER | Kind.TEXT:
+        case ValueKind.INTEGER | ValueKind.TEXT:
             return values.cast(pa.string())
 
 
@@ -548,7 +548,7 @@ def _unscaled(values: pa.Array) -> pa.Array:
     return pa.Array.from_buffers(whole, len(values), values.buffers(), offset=values.offset)
 
 
-def _list_texts(values: pa.Array, shape: Shape) -> pa.Array:
+def _list_texts(values: pa.Array, shape: ComparedType) -> pa.Array:
     lengths = pc.list_value_length(values).to_pylist()
     flat = _texts(pc.list_flatten(values), shape).to_pylist()
     texts: list[str | None] = []
@@ -565,7 +565,7 @@ def _list_texts(values: pa.Array, shape: Shape) -> pa.Array:
 # --- the difference ----------------------------------------------------------------------------------------
 
 
-class Difference(NamedTuple):
+class RowDifferences(NamedTuple):
     """How two multisets of rows differ."""
 
     missing: int
@@ -582,7 +582,9 @@ def _key_places(wanted: list[SourceColumn], shared: list[SourceColumn]) -> list[
     return [shared.index(column) for column in sorted(key, key=lambda column: column.key_place or 0)]
 
 
-def _difference(source: pa.Table, mirror: pa.Table, key_places: list[int], columns: list[SourceColumn]) -> Difference:
+def _difference(
+    source: pa.Table, mirror: pa.Table, key_places: list[int], columns: list[SourceColumn]
+) -> RowDifferences:
     leftover = _leftover(source, mirror)
     missing_of: Counter[tuple[str, ...]] = Counter()
     extra_of: Counter[tuple[str, ...]] = Counter()
@@ -598,7 +600,7 @@ def _difference(source: pa.Table, mirror: pa.Table, key_places: list[int], colum
     names = [columns[place].name for place in key_places]
     at_fault = sorted(missing_of.keys() | extra_of.keys())[:SAMPLE_MAX] if key_places else []
     sample = tuple(", ".join(f"{n}={v}" for n, v in zip(names, key, strict=True)) for key in at_fault)
-    return Difference(missing_of.total() - differing, extra_of.total() - differing, differing, sample)
+    return RowDifferences(missing_of.total() - differing, extra_of.total() - differing, differing, sample)
 
 
 def _leftover(source: pa.Table, mirror: pa.Table) -> pa.Table:

@@ -21,7 +21,7 @@ from tailrace.cli import log_lines
 from tailrace.cli.status_view import LiveObserver, PlainObserver, QuietObserver, observer_for
 from tailrace.demo.compare import TableVerdict, compare
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
-from tailrace.demo.shop import SCHEMA_SQL, TABLES, Workload, seed
+from tailrace.demo.shop import SCHEMA_SQL, TABLES, Workload, load_first_rows
 from tailrace.errors import ConfigError, ExitCode, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.pipeline import runner
@@ -84,7 +84,7 @@ class Director:
         self._shown.tick(status)
         now = time.monotonic()
         self._note(status, now)
-        if self._workload.failed is not None or any(table.state.broken for table in status.tables):
+        if self._workload.failed is not None or any(table.state.is_blocked for table in status.tables):
             self.stop.set()
         elif self._horizon is not None:
             if _caught_up(status, self._horizon) or now > self._caught_up_by:
@@ -174,7 +174,7 @@ def _demo(server: EmbeddedPostgres, folder: Path, arguments: argparse.Namespace)
         connection.execute(f"CREATE DATABASE {DATABASE}")
     with server.connect(DATABASE) as connection:
         connection.execute(SCHEMA_SQL)
-        seed(connection)
+        load_first_rows(connection)
     settings = folder / "tailrace.yaml"
     settings.write_text(SETTINGS.format(url=server.url(DATABASE)))
     workload = Workload(server.url(DATABASE), transactions_per_second=arguments.rate)

@@ -137,7 +137,7 @@ FROM generate_series(1, %(orders)s) AS i, generate_series(1, %(lines)s) AS line;
 """
 
 
-def seed(connection: Connection, scale: float = 1.0) -> None:
+def load_first_rows(connection: Connection, scale: float = 1.0) -> None:
     """Load the shop's first rows, in one transaction: 7,400 of them at scale 1."""
     sizes = {"customers": CUSTOMERS, "products": PRODUCTS, "orders": ORDERS}
     counts = {name: max(20, round(size * scale)) for name, size in sizes.items()}
@@ -220,13 +220,13 @@ class Workload:
             self._connection = None
 
     def _work(self, shop: Shop) -> None:
-        kinds, weights = tuple(KINDS), [weight for weight, _ in KINDS.values()]
+        kinds, weights = tuple(OPERATIONS), [weight for weight, _ in OPERATIONS.values()]
         due = time.monotonic()
         # Each kind once before chance takes over, so that even a short run has them all.
         coming = list(reversed(kinds))
         while not self._stopping.wait(max(0.0, due - time.monotonic())):
             kind = coming.pop() if coming else shop.random.choices(kinds, weights)[0]
-            KINDS[kind][1](shop)
+            OPERATIONS[kind][1](shop)
             self.counts[kind] += 1
             if self.operations == self._operations_max:
                 return
@@ -234,7 +234,7 @@ class Workload:
             due = max(due + self._interval, time.monotonic() - BEHIND_SECONDS_MAX)
 
 
-class Keys:
+class KeyPool:
     """The keys in use of one table: a draw, an addition and a removal each cost the same at any size."""
 
     def __init__(self, keys: list[int] | list[str]) -> None:
@@ -280,11 +280,11 @@ class Shop:
         self._number = int(row[0]) + 1_000_000
         self._now = datetime(2026, 1, 1, tzinfo=UTC)
 
-    def _keys_of(self, table: str, key: str) -> Keys:
+    def _keys_of(self, table: str, key: str) -> KeyPool:
         query = sql.SQL("SELECT {key} FROM {table} ORDER BY 1").format(
             key=sql.Identifier(key), table=sql.Identifier(table)
         )
-        return Keys([row[0] for row in self.connection.execute(query)])
+        return KeyPool([row[0] for row in self.connection.execute(query)])
 
     def run(self, query: str, *values: object) -> psycopg.Cursor[TupleRow]:
         # The queries are this module's own constants; psycopg asks for a literal to keep user input out.
@@ -578,7 +578,7 @@ def roll_back_to_savepoint(shop: Shop) -> None:
         shop.run("UPDATE customers SET active = true WHERE id = %s", key)
 
 
-KINDS: Mapping[str, tuple[int, Callable[[Shop], None]]] = {
+OPERATIONS: Mapping[str, tuple[int, Callable[[Shop], None]]] = {
     "insert_customer": (6, insert_customer),
     "insert_product": (5, insert_product),
     "place_order": (16, place_order),

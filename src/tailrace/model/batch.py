@@ -36,7 +36,7 @@ class ChangeBatch:
     def __len__(self) -> int:
         return int(self.data.num_rows)
 
-    def completed(self) -> pa.RecordBatch:
+    def with_all_columns(self) -> pa.RecordBatch:
         """The rows with every optional column in place, as nulls where this batch leaves one out."""
         fields, names = self.schema.change_schema(), set(self.data.schema.names)
         columns = [
@@ -89,7 +89,7 @@ class Window(Generic[P_co]):
             raise ValueError("a continued transaction ends within its window, and counts there")
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether only the position moves. The rows that a window continues are its own as well."""
         return not self.batches and not self.continues
 

@@ -24,14 +24,14 @@ class ColumnFacts:
     nullable: bool
     default: str | None
     """The expression; None: it has none."""
-    fill: str | None
+    fast_default: str | None
     """What rows have that are older than the column, as text; None: nothing was filled in without touching them."""
-    stamp: int
+    definition_version: int
     """Another one whenever the column's definition was changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Storage:
+class StorageFacts:
     """Where rows of the table lie: the table itself, or each partition."""
 
     relation: int
@@ -43,59 +43,62 @@ class Storage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class CatalogueFacts:
     """What the catalogue told of one version of a table's shape."""
 
     columns: tuple[ColumnFacts, ...]
     """In the order of the shape's columns."""
-    storage: tuple[Storage, ...]
-    made: int
+    storage: tuple[StorageFacts, ...]
+    columns_ever: int
     """How many columns the table has ever had, published or not: the next one gets a greater number."""
-    others: tuple[int, ...] = ()
+    unpublished: tuple[int, ...] = ()
     """The numbers of the columns that it has now and that are not published."""
-    at: Lsn = field(default=ZERO, compare=False)
+    position: Lsn = field(default=ZERO, compare=False)
     """Where the source was when it was asked: of two answers, the one from further on is the newer."""
-    owed: bool = False
+    rows_unknown: bool = False
     """Of a lake table alone: whether it has these columns, and nobody knows yet what the source has in its rows."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
         return tuple(column.number for column in self.columns)
 
-    def alike(self, other: Facts) -> bool:
+    def same_but_file(self, other: CatalogueFacts) -> bool:
         """Whether nothing differs but the file of a table without partitions: that alone proves nothing."""
         if len(self.storage) > 1 or len(other.storage) > 1:
             return self == other
         return self._without_files() == other._without_files()
 
-    def _without_files(self) -> Facts:
+    def _without_files(self) -> CatalogueFacts:
         return replace(self, storage=tuple(replace(item, file=None) for item in self.storage))
 
     def to_json(self) -> dict[str, Any]:
         return {
             "columns": [
-                [column.number, column.nullable, column.default, column.fill, column.stamp] for column in self.columns
+                [column.number, column.nullable, column.default, column.fast_default, column.definition_version]
+                for column in self.columns
             ],
             "storage": [[item.relation, item.name, item.file, item.attached] for item in self.storage],
-            "made": self.made,
-            "others": list(self.others),
-            "at": str(self.at),
-            **({"owed": True} if self.owed else {}),
+            "made": self.columns_ever,
+            "others": list(self.unpublished),
+            "at": str(self.position),
+            **({"owed": True} if self.rows_unknown else {}),
         }
 
     @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> Facts:
+    def from_json(cls, stored: dict[str, Any]) -> CatalogueFacts:
         return cls(
             columns=tuple(
-                ColumnFacts(number=number, nullable=nullable, default=default, fill=fill, stamp=stamp)
+                ColumnFacts(
+                    number=number, nullable=nullable, default=default, fast_default=fill, definition_version=stamp
+                )
                 for number, nullable, default, fill, stamp in stored["columns"]
             ),
             storage=tuple(
-                Storage(relation=relation, name=name, file=file, attached=attached)
+                StorageFacts(relation=relation, name=name, file=file, attached=attached)
                 for relation, name, file, attached in stored["storage"]
             ),
-            made=stored["made"],
-            others=tuple(stored.get("others", ())),
-            at=Lsn.parse(stored["at"]) if "at" in stored else ZERO,
-            owed=stored.get("owed", False),
+            columns_ever=stored["made"],
+            unpublished=tuple(stored.get("others", ())),
+            position=Lsn.parse(stored["at"]) if "at" in stored else ZERO,
+            rows_unknown=stored.get("owed", False),
         )

@@ -40,7 +40,7 @@ OP, SEQ, COMMIT, POSITION = "_op", "_seq", "_commit", "_position"
 TX, TX_INDEX, COMMITTED_AT = "_tx", "_tx_index", "_committed_at"
 UNCHANGED, BEFORE, MOVED_FROM, UNFIT = "_unchanged", "_before", "_moved_from", "_unfit"
 
-ALWAYS = (
+REQUIRED = (
     pa.field(OP, pa.string(), nullable=False),
     pa.field(SEQ, pa.int64(), nullable=False),
     pa.field(POSITION, pa.string(), nullable=False),
@@ -53,15 +53,15 @@ ALWAYS = (
 UNFIT_TYPE = pa.list_(pa.struct([("column", pa.string()), ("text", pa.string())]))
 _BY_RULE = "\0rule "
 OPTIONAL = (UNCHANGED, BEFORE, MOVED_FROM, UNFIT)
-RESERVED = frozenset([field.name for field in ALWAYS] + [COMMIT, *OPTIONAL])
+RESERVED = frozenset([field.name for field in REQUIRED] + [COMMIT, *OPTIONAL])
 
 
-def unfit_by_rule(rule: str, why: str) -> str:
+def rule_failure_text(rule: str, why: str) -> str:
     """What stands in `_unfit` for a value that a transform's rule failed at: no source's text begins so."""
     return f"{_BY_RULE}{rule}: {why}"
 
 
-def failed_rule(text: str) -> str | None:
+def parse_rule_failure(text: str) -> str | None:
     """The rule, and why it failed, if the text of an unfit value says so."""
     return text.removeprefix(_BY_RULE) if text.startswith(_BY_RULE) else None
 

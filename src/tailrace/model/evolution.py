@@ -19,11 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tailrace.model.catalogue_facts import UNKNOWN, Facts
+from tailrace.model.catalogue_facts import UNKNOWN, CatalogueFacts
 from tailrace.model.schema import Column, TableSchema
 
 
-class Kind(enum.Enum):
+class SchemaChangeKind(enum.Enum):
     """What was done to the table."""
 
     RENAME_TABLE = "rename table"
@@ -43,7 +43,7 @@ class Kind(enum.Enum):
     """A partition's rows were written anew, or truncated: of a partition alone the source does not say which."""
 
 
-class AtRest(enum.Enum):
+class ExistingValue(enum.Enum):
     """What rows that were there already have in a column that was added.
 
     One that was there all along and is only published now had values that nobody was told: unknown.
@@ -57,40 +57,40 @@ class AtRest(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class SchemaChange:
     """One difference. `was` and `now` are names, types, key columns or expressions, as the kind says."""
 
-    kind: Kind
+    kind: SchemaChangeKind
     column: str | None = None
-    was: Any = None
-    now: Any = None
-    at_rest: AtRest | None = None
+    old: Any = None
+    new: Any = None
+    existing_value: ExistingValue | None = None
     """Of an added column,"""
-    value: str | None = None
+    constant: str | None = None
     """and the constant, as text."""
 
     def to_json(self) -> dict[str, Any]:
         given = {
             "kind": self.kind.value,
             "column": self.column,
-            "was": self.was,
-            "now": self.now,
-            "at_rest": self.at_rest and self.at_rest.value,
-            "value": self.value,
+            "was": self.old,
+            "now": self.new,
+            "at_rest": self.existing_value and self.existing_value.value,
+            "value": self.constant,
         }
-        always = {"kind"} | ({"was", "now"} if self.was is not None or self.now is not None else set())
+        always = {"kind"} | ({"was", "now"} if self.old is not None or self.new is not None else set())
         return {name: value for name, value in given.items() if name in always or value is not None}
 
     @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> Change:
+    def from_json(cls, stored: dict[str, Any]) -> SchemaChange:
         at_rest = stored.get("at_rest")
         return cls(
-            kind=Kind(stored["kind"]),
+            kind=SchemaChangeKind(stored["kind"]),
             column=stored.get("column"),
-            was=stored.get("was"),
-            now=stored.get("now"),
-            at_rest=None if at_rest is None else AtRest(at_rest),
-            value=stored.get("value"),
+            old=stored.get("was"),
+            new=stored.get("now"),
+            existing_value=None if at_rest is None else ExistingValue(at_rest),
+            constant=stored.get("value"),
         )
 
 
@@ -98,7 +98,7 @@ class Change:
 class Evolution:
     """All differences between two versions."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[SchemaChange, ...]
     rewritten: bool | None
     """Whether all rows were written anew, perhaps with other values; None: unknown."""
 
@@ -112,17 +112,17 @@ class Evolution:
     def from_json(cls, stored: dict[str, Any]) -> Evolution:
         rewritten = stored["rewritten"]
         return cls(
-            changes=tuple(Change.from_json(change) for change in stored["changes"]),
+            changes=tuple(SchemaChange.from_json(change) for change in stored["changes"]),
             rewritten=None if rewritten == UNKNOWN else bool(rewritten),
         )
 
 
-def evolve(old: TableSchema, new: TableSchema) -> Evolution:
+def compare_schemas(old: TableSchema, new: TableSchema) -> Evolution:
     """What became of the table from one version to the next."""
     rewritten = _rewritten(old.facts, new.facts) if old.facts and new.facts else None
     if old.facts and new.facts and (_hides_columns(old.facts, new.facts) or _gave_way(_types(old), _types(new))):
         rewritten = None
-    if old.facts and old.facts.owed:
+    if old.facts and old.facts.rows_unknown:
         rewritten = None
     changes = [*_of_table(old, new), *_of_columns(old, new, rewritten)]
     if old.facts and new.facts:
@@ -133,10 +133,10 @@ def evolve(old: TableSchema, new: TableSchema) -> Evolution:
 def same_version(old: TableSchema, new: TableSchema) -> bool:
     """Whether `new` is the version `old` still: rows of one are rows of the other, and nothing else is known of it that
     could matter when the next one comes."""
-    return old == new and (new.facts is None or (old.facts is not None and old.facts.alike(new.facts)))
+    return old == new and (new.facts is None or (old.facts is not None and old.facts.same_but_file(new.facts)))
 
 
-def is_news(old: TableSchema, new: TableSchema) -> bool:
+def is_newer_version(old: TableSchema, new: TableSchema) -> bool:
     """Whether a version that rows have is another one than what a table knows, and newer.
 
     The catalogue is asked when rows come, and when a table is loaded or looked at. So what stands with rows can be
@@ -149,19 +149,21 @@ def is_news(old: TableSchema, new: TableSchema) -> bool:
         return True
     if (old.table, old.relation, old.facts.numbers) != (new.table, new.relation, new.facts.numbers):
         return True
-    return old.facts.owed or new.facts.at > old.facts.at
+    return old.facts.rows_unknown or new.facts.position > old.facts.position
 
 
-def _rewritten(old: Facts, new: Facts) -> bool:
+def _rewritten(old: CatalogueFacts, new: CatalogueFacts) -> bool:
     files = {item.relation: item.file for item in old.storage}
     moved = any(files.get(item.relation, item.file) != item.file for item in new.storage)
-    stamps = {(column.number, column.stamp) for column in old.columns}
-    return moved and stamps != {(column.number, column.stamp) for column in new.columns}
+    stamps = {(column.number, column.definition_version) for column in old.columns}
+    return moved and stamps != {(column.number, column.definition_version) for column in new.columns}
 
 
-def _hides_columns(old: Facts, new: Facts) -> bool:
+def _hides_columns(old: CatalogueFacts, new: CatalogueFacts) -> bool:
     """Whether columns were made and dropped again in between: rows that come now may still have such a one."""
-    return new.made - old.made > sum(number > old.made for number in (*new.numbers, *new.others))
+    return new.columns_ever - old.columns_ever > sum(
+        number > old.columns_ever for number in (*new.numbers, *new.unpublished)
+    )
 
 
 def _gave_way(old: dict[int, str], new: dict[int, str]) -> bool:
@@ -176,16 +178,16 @@ def _types(schema: TableSchema) -> dict[int, str]:
     return dict(zip(numbers, (column.source_type for column in schema.columns), strict=True))
 
 
-def _of_table(old: TableSchema, new: TableSchema) -> Iterator[Change]:
+def _of_table(old: TableSchema, new: TableSchema) -> Iterator[SchemaChange]:
     if old.table != new.table:
-        yield Change(kind=Kind.RENAME_TABLE, was=str(old.table), now=str(new.table))
+        yield SchemaChange(kind=SchemaChangeKind.RENAME_TABLE, old=str(old.table), new=str(new.table))
     if old.key != new.key:
-        yield Change(kind=Kind.KEY, was=list(old.key), now=list(new.key))
+        yield SchemaChange(kind=SchemaChangeKind.KEY, old=list(old.key), new=list(new.key))
     if old.identity != new.identity:
-        yield Change(kind=Kind.IDENTITY, was=old.identity.value, now=new.identity.value)
+        yield SchemaChange(kind=SchemaChangeKind.IDENTITY, old=old.identity.value, new=new.identity.value)
 
 
-def _of_columns(old: TableSchema, new: TableSchema, rewritten: bool | None) -> Iterator[Change]:
+def _of_columns(old: TableSchema, new: TableSchema, rewritten: bool | None) -> Iterator[SchemaChange]:
     before: Sequence[int | str] = old.names
     after: Sequence[int | str] = new.names
     if old.facts and new.facts:
@@ -193,46 +195,50 @@ def _of_columns(old: TableSchema, new: TableSchema, rewritten: bool | None) -> I
     mine = dict(zip(before, range(len(old.columns)), strict=True))
     for number, column in zip(before, old.columns, strict=True):
         if number not in after:
-            yield Change(kind=Kind.DROP, column=column.name, was=column.source_type)
+            yield SchemaChange(kind=SchemaChangeKind.DROP, column=column.name, old=column.source_type)
     for place, (number, column) in enumerate(zip(after, new.columns, strict=True)):
         if number not in mine:
-            is_new = bool(old.facts and new.facts and new.facts.columns[place].number > old.facts.made)
+            is_new = bool(old.facts and new.facts and new.facts.columns[place].number > old.facts.columns_ever)
             yield _added(new.facts, place, column, rewritten if is_new else None)
         else:
             yield from _of_column(old, new, mine[number], place)
 
 
-def _added(facts: Facts | None, place: int, column: Column, rewritten: bool | None) -> Change:
-    fill = facts.columns[place].fill if facts and rewritten is not None else None
+def _added(facts: CatalogueFacts | None, place: int, column: Column, rewritten: bool | None) -> SchemaChange:
+    fill = facts.columns[place].fast_default if facts and rewritten is not None else None
     if fill is not None:
-        at_rest = AtRest.CONSTANT
+        at_rest = ExistingValue.CONSTANT
     else:
-        at_rest = {None: AtRest.UNKNOWN, True: AtRest.WRITTEN, False: AtRest.NULL}[rewritten]
-    return Change(kind=Kind.ADD, column=column.name, now=column.source_type, at_rest=at_rest, value=fill)
+        at_rest = {None: ExistingValue.UNKNOWN, True: ExistingValue.WRITTEN, False: ExistingValue.NULL}[rewritten]
+    return SchemaChange(
+        kind=SchemaChangeKind.ADD, column=column.name, new=column.source_type, existing_value=at_rest, constant=fill
+    )
 
 
-def _of_column(old: TableSchema, new: TableSchema, before: int, after: int) -> Iterator[Change]:
+def _of_column(old: TableSchema, new: TableSchema, before: int, after: int) -> Iterator[SchemaChange]:
     was, now = old.columns[before], new.columns[after]
     if was.name != now.name:
-        yield Change(kind=Kind.RENAME, column=now.name, was=was.name, now=now.name)
+        yield SchemaChange(kind=SchemaChangeKind.RENAME, column=now.name, old=was.name, new=now.name)
     if (was.source_type, was.type) != (now.source_type, now.type):
-        yield Change(kind=Kind.RETYPE, column=now.name, was=was.source_type, now=now.source_type)
+        yield SchemaChange(kind=SchemaChangeKind.RETYPE, column=now.name, old=was.source_type, new=now.source_type)
     if old.facts and new.facts:
         told, tells = old.facts.columns[before], new.facts.columns[after]
         if told.nullable != tells.nullable:
-            yield Change(kind=Kind.NULLABILITY, column=now.name, was=told.nullable, now=tells.nullable)
+            yield SchemaChange(
+                kind=SchemaChangeKind.NULLABILITY, column=now.name, old=told.nullable, new=tells.nullable
+            )
         if told.default != tells.default:
-            yield Change(kind=Kind.DEFAULT, column=now.name, was=told.default, now=tells.default)
+            yield SchemaChange(kind=SchemaChangeKind.DEFAULT, column=now.name, old=told.default, new=tells.default)
 
 
-def _of_partitions(old: Facts, new: Facts, *, rewritten: bool) -> Iterator[Change]:
+def _of_partitions(old: CatalogueFacts, new: CatalogueFacts, *, rewritten: bool) -> Iterator[SchemaChange]:
     before, after = ({item.relation: item for item in facts.storage} for facts in (old, new))
     for item in old.storage:
         if item.relation not in after:
-            yield Change(kind=Kind.DETACH, was=item.name)
+            yield SchemaChange(kind=SchemaChangeKind.DETACH, old=item.name)
     for item in new.storage:
         if item.relation not in before:
             if item.attached:
-                yield Change(kind=Kind.ATTACH, now=item.name)
+                yield SchemaChange(kind=SchemaChangeKind.ATTACH, new=item.name)
         elif len(after) > 1 and before[item.relation].file != item.file and not rewritten:
-            yield Change(kind=Kind.REPLACE, now=item.name)
+            yield SchemaChange(kind=SchemaChangeKind.REPLACE, new=item.name)

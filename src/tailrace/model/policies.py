@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Policy(enum.Enum):
+class EvolutionPolicy(enum.Enum):
     """What to do about one kind of change."""
 
     APPLY = "apply"
@@ -20,38 +20,40 @@ class Policy(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policies:
+class EvolutionPolicies:
     """What to do about each kind of change."""
 
-    add: Policy = Policy.APPLY
-    drop: Policy = Policy.KEEP_NULL
-    rename: Policy = Policy.APPLY
-    widen: Policy = Policy.APPLY
+    add: EvolutionPolicy = EvolutionPolicy.APPLY
+    drop: EvolutionPolicy = EvolutionPolicy.KEEP_NULL
+    rename: EvolutionPolicy = EvolutionPolicy.APPLY
+    widen: EvolutionPolicy = EvolutionPolicy.APPLY
     """A type that holds all that the one before did, where the source did not write its rows anew."""
-    narrow: Policy | None = None
+    narrow: EvolutionPolicy | None = None
     """A type of the same kind that does not hold all that the one before did; None: see `narrowing`."""
-    retype: Policy = Policy.REFRESH
+    retype: EvolutionPolicy = EvolutionPolicy.REFRESH
     """Any other type."""
-    rewrite: Policy = Policy.REFRESH
+    rewrite: EvolutionPolicy = EvolutionPolicy.REFRESH
     """The source wrote its rows anew, perhaps with other values, or it is not known what became of them."""
-    key: Policy = Policy.REFRESH
-    recreate: Policy = Policy.REFRESH
+    key: EvolutionPolicy = EvolutionPolicy.REFRESH
+    recreate: EvolutionPolicy = EvolutionPolicy.REFRESH
     """The table was dropped, and another of its name made."""
-    partition: Policy = Policy.REFRESH
+    partition: EvolutionPolicy = EvolutionPolicy.REFRESH
     """A partition came or went with its rows, or was truncated by itself."""
 
     @property
-    def narrowing(self) -> tuple[str, Policy]:
+    def narrow_policy(self) -> tuple[str, EvolutionPolicy]:
         """What to do where a type holds less, and the kind whose policy says so.
 
         Where nobody has decided, whoever wants to be asked about other types, or about wider ones, is asked.
         """
         if self.narrow is not None:
             return "narrow", self.narrow
-        asked = (kind for kind, policy in (("retype", self.retype), ("widen", self.widen)) if policy is Policy.STOP)
+        asked = (
+            kind for kind, policy in (("retype", self.retype), ("widen", self.widen)) if policy is EvolutionPolicy.STOP
+        )
         kind = next(asked, None)
-        return ("narrow", Policy.REFRESH) if kind is None else (kind, Policy.STOP)
+        return ("narrow", EvolutionPolicy.REFRESH) if kind is None else (kind, EvolutionPolicy.STOP)
 
 
-POLICIES = Policies()
+DEFAULT_POLICIES = EvolutionPolicies()
 """Where nobody has decided: nothing is lost, and nothing is wrong."""

@@ -36,7 +36,7 @@ class Lsn:
         """Read the server's own form, e.g. `16/B374D848`; anything else is an error."""
         found = _LSN.fullmatch(text) if isinstance(text, str) else None
         if not found:
-            raise refused("a log sequence number", text, "It looks like 16/B374D848.")
+            raise invalid_position_error("a log sequence number", text, "It looks like 16/B374D848.")
         return cls((int(found.group(1), 16) << 32) | int(found.group(2), 16))
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ ZERO = Lsn(0)
 """Before everything: no server uses it."""
 
 
-def refused(what: str, text: object, hint: str) -> ConfigError:
+def invalid_position_error(what: str, text: object, hint: str) -> ConfigError:
     """What was given is none. Its text is shown on one line, whatever stands in it."""
     if not isinstance(text, str):
         return ConfigError(f"not {what}", found=type(text).__name__, hint=f"Give a text. {hint}")

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from typing_extensions import TypeVar
 
 from tailrace.errors import ConfigError
-from tailrace.model.position import Lsn, refused
+from tailrace.model.position import Lsn, invalid_position_error
 
 TEXT_CHARACTERS_MAX = 1 << 20
 """A set of GTIDs can be long; this is far beyond any."""
@@ -60,7 +60,7 @@ class BinlogPosition:
         found = _BINLOG.fullmatch(str(self))
         is_number = isinstance(self.offset, int)
         if not found or not is_number or not int(found.group(2)) or not _BINLOG_BEGIN <= self.offset <= _SIGNED_64_MAX:
-            raise refused(
+            raise invalid_position_error(
                 "a binary log position",
                 str(self),
                 f"It looks like mysql-bin.000042:1547, with an offset of {_BINLOG_BEGIN} or more.",
@@ -70,7 +70,7 @@ class BinlogPosition:
     def parse(cls, text: str) -> BinlogPosition:
         found = _BINLOG.fullmatch(text) if isinstance(text, str) else None
         if not found:
-            raise refused("a binary log position", text, "It looks like mysql-bin.000042:1547.")
+            raise invalid_position_error("a binary log position", text, "It looks like mysql-bin.000042:1547.")
         return cls(f"{found.group(1)}.{found.group(2)}", int(found.group(3)))
 
     def __str__(self) -> str:
@@ -89,18 +89,20 @@ Intervals: TypeAlias = tuple[tuple[int, int], ...]
 class MysqlGtidSet:
     """The transactions of MySQL that were taken: of each server (and tag), intervals of numbers, both ends included."""
 
-    taken: Mapping[tuple[str, str], Intervals]
+    executed: Mapping[tuple[str, str], Intervals]
     """By UUID and tag (empty: none); intervals are in order, and none touches the next."""
 
     def __post_init__(self) -> None:
-        ordered = {key: _joined(self.taken[key]) for key in sorted(self.taken)}
+        ordered = {key: _joined(self.executed[key]) for key in sorted(self.executed)}
         if not ordered:
-            raise refused("a set of GTIDs", "", "An empty set says nothing: is `gtid_mode` on at the server?")
+            raise invalid_position_error(
+                "a set of GTIDs", "", "An empty set says nothing: is `gtid_mode` on at the server?"
+            )
         for (uuid, tag), intervals in ordered.items():
             fits = all(1 <= first <= last < _SIGNED_64_MAX for first, last in intervals)
             if not (intervals and fits and _UUID.fullmatch(uuid) and (not tag or _TAG.fullmatch(tag))):
                 raise _not_gtids(_written(ordered))
-        object.__setattr__(self, "taken", MappingProxyType(ordered))
+        object.__setattr__(self, "executed", MappingProxyType(ordered))
 
     @classmethod
     def parse(cls, text: str) -> MysqlGtidSet:
@@ -130,19 +132,19 @@ class MysqlGtidSet:
         return cls({key: tuple(intervals) for key, intervals in found.items()})
 
     def __str__(self) -> str:
-        return _written(self.taken)
+        return _written(self.executed)
 
     def __hash__(self) -> int:
         return hash(str(self))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return MysqlGtidSet, (dict(self.taken),)
+        return MysqlGtidSet, (dict(self.executed),)
 
     def reaches(self, other: MysqlGtidSet) -> bool:
         """Whether it has everything that the other has."""
         return all(
-            any(first <= low and high <= last for first, last in self.taken.get(key, ()))
-            for key, intervals in other.taken.items()
+            any(first <= low and high <= last for first, last in self.executed.get(key, ()))
+            for key, intervals in other.executed.items()
             for low, high in intervals
         )
 
@@ -178,7 +180,9 @@ class MariadbGtidSet:
             for domain, (server, number) in self.last.items()
         )
         if not self.last or not fits:
-            raise refused("a GTID position of MariaDB", str(self), "It looks like 0-1-100 or 0-1-100,7-2-5.")
+            raise invalid_position_error(
+                "a GTID position of MariaDB", str(self), "It looks like 0-1-100 or 0-1-100,7-2-5."
+            )
         object.__setattr__(self, "last", MappingProxyType({domain: self.last[domain] for domain in sorted(self.last)}))
 
     @classmethod
@@ -188,10 +192,12 @@ class MariadbGtidSet:
         for part in text.split(",") if isinstance(text, str) else ("",):
             one = _MARIADB.fullmatch(part.strip())
             if not one:
-                raise refused("a GTID position of MariaDB", text, "It looks like 0-1-100 or 0-1-100,7-2-5.")
+                raise invalid_position_error(
+                    "a GTID position of MariaDB", text, "It looks like 0-1-100 or 0-1-100,7-2-5."
+                )
             domain, server, number = map(int, one.groups())
             if domain in found:
-                raise refused(
+                raise invalid_position_error(
                     "a GTID position of MariaDB",
                     text,
                     f"Domain {domain} stands in it twice: take `gtid_binlog_pos`, not `gtid_binlog_state`.",
@@ -234,7 +240,7 @@ class SqlServerLsn:
                 hint='Read its text: `SqlServerLsn.parse("0000002d:00000048:0003")`.',
             )
         if not (self.file or self.block or self.slot):
-            raise refused(
+            raise invalid_position_error(
                 "a log sequence number of SQL Server",
                 str(self),
                 "Zero is what `sys.fn_cdc_get_min_lsn` answers for a capture instance that is not there.",
@@ -246,7 +252,7 @@ class SqlServerLsn:
         is_text = isinstance(text, str)
         found = (_SQLSERVER.fullmatch(text) or _SQLSERVER_BINARY.fullmatch(text)) if is_text else None
         if not found:
-            raise refused(
+            raise invalid_position_error(
                 "a log sequence number of SQL Server",
                 text,
                 "It looks like 0000002d:00000048:0003 or 0x0000002D000000480003.",
@@ -271,7 +277,7 @@ class CustomPosition:
     def __post_init__(self) -> None:
         is_text = isinstance(self.text, str)
         if not is_text or not 0 < len(self.text) <= TEXT_CHARACTERS_MAX or not self.text.isprintable():
-            raise refused("a position", self.text, "It is printable text, and not empty.")
+            raise invalid_position_error("a position", self.text, "It is printable text, and not empty.")
 
     def __str__(self) -> str:
         return self.text
@@ -316,7 +322,7 @@ _PARSERS: dict[PositionType, Callable[[str], Position]] = {
 }
 
 
-def type_of(position: Position) -> PositionType:
+def position_type_of(position: Position) -> PositionType:
     """How this position counts."""
     kind = _TYPES.get(type(position))
     if kind is None:
@@ -361,4 +367,4 @@ def bytes_between(start: Position, end: Position) -> int:
 
 
 def _not_gtids(text: object) -> ConfigError:
-    return refused("a set of GTIDs", text, "It looks like 3e11fa47-71ca-11e1-9e33-c80aa9429562:1-77.")
+    return invalid_position_error("a set of GTIDs", text, "It looks like 3e11fa47-71ca-11e1-9e33-c80aa9429562:1-77.")

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from tailrace.errors import ConfigError
 from tailrace.model import change
-from tailrace.model.catalogue_facts import UNKNOWN, Facts
+from tailrace.model.catalogue_facts import UNKNOWN, CatalogueFacts
 from tailrace.validation import require_instance
 
 
@@ -58,7 +58,7 @@ class Identity(enum.Enum):
     """Nothing: only inserts and truncates can be published."""
 
 
-MARK = " · "
+RULE_MARK = " · "
 """In a column's `source_type`, before each rule that has worked on its values or on which rows there are."""
 
 
@@ -79,9 +79,9 @@ class Column:
         require_instance("type", self.type, pa.DataType, "Give Arrow's own: `pa.int64()`.")
 
     @property
-    def marks(self) -> list[str]:
+    def rule_marks(self) -> list[str]:
         """The rules that have worked on it."""
-        return self.source_type.split(MARK)[1:]
+        return self.source_type.split(RULE_MARK)[1:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +96,9 @@ class TableSchema:
     identity: Identity
     former_key: tuple[str, ...] = ()
     """Columns that left the key; only in a view over versions (`merged_schema`), never stored."""
-    facts: Facts | None = field(default=None, compare=False, repr=False)
+    facts: CatalogueFacts | None = field(default=None, compare=False, repr=False)
     """What the catalogue told of it; None: unknown. Not part of the shape."""
-    origin: TableSchema | None = field(default=None, compare=False, repr=False)
+    source_version: TableSchema | None = field(default=None, compare=False, repr=False)
     """What it is at the source, where rules made this of it; None: this is what it is there."""
 
     def __post_init__(self) -> None:
@@ -109,9 +109,9 @@ class TableSchema:
             raise ConfigError("a table has two columns of one name", table=self.table, column=twice, hint=COLUMNS_HINT)
 
     @property
-    def at_source(self) -> TableSchema:
+    def source_schema(self) -> TableSchema:
         """The shape that the source itself knows."""
-        return self.origin or self
+        return self.source_version or self
 
     @property
     def names(self) -> list[str]:
@@ -125,17 +125,17 @@ class TableSchema:
     @property
     def owed(self) -> bool:
         """Of a lake table: whether it lacks a load that was begun and has not landed."""
-        return self.facts is not None and self.facts.owed
+        return self.facts is not None and self.facts.rows_unknown
 
     def with_owed(self, owed: bool) -> TableSchema:
         """The same, owed a load or not; without facts it cannot say so."""
-        return replace(self, facts=replace(self.facts, owed=owed)) if self.facts else self
+        return replace(self, facts=replace(self.facts, rows_unknown=owed)) if self.facts else self
 
-    def same_as(self, other: TableSchema) -> bool:
+    def same_with_facts(self, other: TableSchema) -> bool:
         """Whether the shape is the same, and so is what the catalogue told of it."""
         return self == other and self.facts == other.facts
 
-    def knows(self, other: TableSchema) -> bool:
+    def covers(self, other: TableSchema) -> bool:
         """Whether the other is the same shape, and tells nothing of it that is not known here."""
         return self == other and (other.facts is None or self.facts == other.facts)
 
@@ -154,7 +154,7 @@ class TableSchema:
             pa.field(change.MOVED_FROM, pa.struct(key)),
             pa.field(change.UNFIT, change.UNFIT_TYPE),
         ]
-        return pa.schema([*change.ALWAYS, *optional, *row])
+        return pa.schema([*change.REQUIRED, *optional, *row])
 
     def to_json(self) -> dict[str, Any]:
         """A form that reads back equal; the Arrow types travel in Arrow's own encoding."""
@@ -171,7 +171,7 @@ class TableSchema:
             "key": list(self.key),
             "identity": self.identity.value,
             "facts": self.facts.to_json() if self.facts else UNKNOWN,
-            **({"origin": self.origin.to_json()} if self.origin else {}),
+            **({"origin": self.source_version.to_json()} if self.source_version else {}),
         }
 
     def _told(self) -> list[dict[str, Any]]:
@@ -195,12 +195,12 @@ class TableSchema:
             ),
             key=tuple(stored["key"]),
             identity=Identity(stored["identity"]),
-            facts=Facts.from_json(stored["facts"]) if stored.get("facts", UNKNOWN) != UNKNOWN else None,
-            origin=cls.from_json(stored["origin"]) if "origin" in stored else None,
+            facts=CatalogueFacts.from_json(stored["facts"]) if stored.get("facts", UNKNOWN) != UNKNOWN else None,
+            source_version=cls.from_json(stored["origin"]) if "origin" in stored else None,
         )
 
 
-def no_such_column(schema: TableSchema, columns: list[str]) -> ConfigError:
+def unknown_column_error(schema: TableSchema, columns: list[str]) -> ConfigError:
     """Rows of a shape that name others."""
     return ConfigError(
         "the table has no such column",
@@ -210,7 +210,7 @@ def no_such_column(schema: TableSchema, columns: list[str]) -> ConfigError:
     )
 
 
-def unfitting(schema: TableSchema) -> ConfigError:
+def wrong_type_error(schema: TableSchema) -> ConfigError:
     """Rows with a value of another type than its column's; Arrow's words, which hold it, are chained."""
     kinds = ", ".join(f"{column.name} {column.type}" for column in schema.columns)
     return ConfigError("a value is none of its column's type", table=schema.table, hint=f"There are {kinds}.")

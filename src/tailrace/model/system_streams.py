@@ -18,7 +18,7 @@ from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
-SCHEMA_NUMBER = 0
+SCHEMA_STREAM_NUMBER = 0
 """The log's number for the `schema` stream; the source's tables, and messages, count from 1."""
 
 
@@ -54,12 +54,12 @@ def is_system(schema: TableSchema) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Announcement:
+class SchemaAnnouncement:
     """A shape that is in force from a row on; the other fields are that row's."""
 
     table: int
     version: int
-    shape: TableSchema
+    schema: TableSchema
     definition: dict[str, Any]
     """What its file says of it."""
     seq: int
@@ -70,7 +70,7 @@ class Announcement:
     committed_at: int
 
 
-def announce(found: Sequence[Announcement]) -> pa.RecordBatch:
+def announcement_rows(found: Sequence[SchemaAnnouncement]) -> pa.RecordBatch:
     """The records of the `schema` stream."""
     fields = SCHEMA_STREAM.change_schema()
     columns: dict[str, list[object]] = {
@@ -82,8 +82,8 @@ def announce(found: Sequence[Announcement]) -> pa.RecordBatch:
         change.COMMITTED_AT: [item.committed_at for item in found],
         "table": [item.table for item in found],
         "version": [item.version for item in found],
-        "schema_name": [item.shape.table.schema for item in found],
-        "table_name": [item.shape.table.name for item in found],
+        "schema_name": [item.schema.table.schema for item in found],
+        "table_name": [item.schema.table.name for item in found],
         "definition": [json.dumps(item.definition, ensure_ascii=False) for item in found],
     }
     if any(item.position is None for item in found):

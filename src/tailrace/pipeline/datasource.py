@@ -15,13 +15,13 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.types import StructType
 
 from tailrace.errors import ConfigError, TailraceError, Unsupported
-from tailrace.spark.datasource.log.log_options import LOG_HINT, LogOptions, is_of_log
-from tailrace.spark.datasource.log.log_read import LogReader
-from tailrace.spark.datasource.log.log_schema import Frame, look
+from tailrace.spark.datasource.log.log_options import LOG_HINT, LogOptions, is_log_read
+from tailrace.spark.datasource.log.log_read import LogBatchReader
+from tailrace.spark.datasource.log.log_schema import LogFrame, resolve_frame
 from tailrace.spark.datasource.log.log_stream import RefusedStream
-from tailrace.spark.datasource.log.stream_41 import PlainStreamReader
-from tailrace.spark.datasource.option_values import in_options, refused
-from tailrace.spark.datasource.plain_errors import plainly
+from tailrace.spark.datasource.log.stream_41 import Spark41StreamReader
+from tailrace.spark.datasource.option_values import as_option_error, option_error
+from tailrace.spark.datasource.plain_errors import without_traceback
 from tailrace.spark.datasource.table_patterns import TablePattern
 from tailrace.spark.session.arrow_types import spark_schema
 
@@ -36,7 +36,7 @@ FORMAT = "cdc"
 class CdcSource(DataSource):
     """`format("cdc")`. Spark finds it by itself (`pyspark_cdc`); `tailrace.register(spark)` does the same at once."""
 
-    _frame: Frame | None = None
+    _frame: LogFrame | None = None
     """Of a log; stays with the source when Spark pickles it."""
 
     @classmethod
@@ -44,11 +44,11 @@ class CdcSource(DataSource):
         return FORMAT
 
     def schema(self) -> StructType:
-        with plainly:
+        with without_traceback:
             return self._columns()
 
     def _columns(self) -> StructType:
-        if not is_of_log(self.options):
+        if not is_log_read(self.options):
             # The database's own code is loaded by those who read it: a task over a log has no use for it.
             from tailrace.spark.datasource.table.table_options import ReadOptions
             from tailrace.spark.datasource.table.table_read import snapshot_schema
@@ -56,39 +56,39 @@ class CdcSource(DataSource):
             return snapshot_schema(ReadOptions.parse(self.options))
         options = LogOptions.parse(self.options)
         try:
-            self._frame = look(options)
+            self._frame = resolve_frame(options)
         except TailraceError as error:
-            raise in_options(error) from None
+            raise as_option_error(error) from None
         return spark_schema(self._frame.fields)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        if not is_of_log(self.options):
+        if not is_log_read(self.options):
             from tailrace.spark.datasource.table.table_options import ReadOptions
-            from tailrace.spark.datasource.table.table_read import CdcReader
+            from tailrace.spark.datasource.table.table_read import TableBatchReader
 
-            return CdcReader(ReadOptions.parse(self.options), schema)
-        with plainly:
+            return TableBatchReader(ReadOptions.parse(self.options), schema)
+        with without_traceback:
             frame = self._seen()
             frame.options.refuse_for_read()
-        return LogReader(frame, schema)
+        return LogBatchReader(frame, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         try:
-            if not is_of_log(self.options):
-                raise refused("log", "is missing", LOG_HINT)
+            if not is_log_read(self.options):
+                raise option_error("log", "is missing", LOG_HINT)
             frame = self._seen()
             frame.options.refuse_for_stream()
             return _stream_reader(frame.options)(frame, schema, capture_of(frame.options))
         except TailraceError as error:
             return RefusedStream(error)
 
-    def _seen(self) -> Frame:
+    def _seen(self) -> LogFrame:
         if self._frame is None:
             raise ConfigError("a change log has columns of its own", hint="Leave out `.schema(…)`.")
         return self._frame
 
 
-def _stream_reader(options: LogOptions) -> Callable[[Frame, StructType, Capture | None], DataSourceStreamReader]:
+def _stream_reader(options: LogOptions) -> Callable[[LogFrame, StructType, Capture | None], DataSourceStreamReader]:
     """Spark 4.1, which Iceberg tables need, cannot be told how much to read at once, and has all else."""
     try:
         from tailrace.spark.datasource.log.stream import LogStreamReader
@@ -104,22 +104,22 @@ def _stream_reader(options: LogOptions) -> Callable[[Frame, StructType, Capture 
             hint="Leave out `maxRowsPerTrigger` and `maxBytesPerTrigger`; or run the query with a newer Spark, the log "
             "and the checkpoint are the same for all.",
         )
-    return PlainStreamReader
+    return Spark41StreamReader
 
 
 def capture_of(options: LogOptions) -> Capture | None:
     """Who captures beside the stream; nobody, if a pipeline does."""
     if options.url is None:
         return None
-    from tailrace.pipeline.capture.embedded_capture import Beside
+    from tailrace.pipeline.capture.embedded_capture import EmbeddedCapture
 
     tables = options.tables if options.table is None else [TablePattern.of(options.table)]
-    return Beside(
+    return EmbeddedCapture(
         url=options.url,
         log=options.log,
         endpoint=options.endpoint,
         region=options.region,
-        tables=tuple(pattern.setting for pattern in tables),
+        tables=tuple(pattern.to_setting for pattern in tables),
     )
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pyarrow as pa
 
 from tailrace.capture.postgres.warm import warm_kernels as warm_capture
-from tailrace.deadletters.keyed import DeadKeys, sift
+from tailrace.deadletters.keyed import DeadLetterKeys, split_rejects
 from tailrace.model import change
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
-from tailrace.tables.fold.by_mode import fold_into
+from tailrace.tables.fold.by_mode import fold_by_mode
 from tailrace.tables.fold.fold import fold
-from tailrace.tables.spec import Form, TableMode
+from tailrace.tables.spec import TableMode, TableSpec
 from tailrace.transforms.steps.hashes import hmac_sha256, sha256
 
 
@@ -25,11 +25,13 @@ def warm_kernels() -> None:
     rows = [_row(1, "insert", None), _row(2, "update", ["large"])]
     folded = fold(schema, pa.Table.from_pylist(rows, schema.change_schema()))
     assert folded.rows.num_rows == 1, folded.rows.num_rows
-    versions = fold_into(Form(mode=TableMode.HISTORY), schema, pa.Table.from_pylist(rows, schema.change_schema()))
+    versions = fold_by_mode(
+        TableSpec(mode=TableMode.HISTORY), schema, pa.Table.from_pylist(rows, schema.change_schema())
+    )
     assert versions.rows.num_rows == 1, versions.rows.num_rows
     partial = pa.Table.from_pylist([_row(1, "update", ["large"])], schema.change_schema())
-    sifted = sift(schema, partial, DeadKeys.none(schema), lambda keys: np.zeros(keys.num_rows, np.bool_))
-    assert sifted.letters.num_rows == 1, sifted.letters.num_rows
+    sifted = split_rejects(schema, partial, DeadLetterKeys.none(schema), lambda keys: np.zeros(keys.num_rows, np.bool_))
+    assert sifted.dead_letters.num_rows == 1, sifted.dead_letters.num_rows
     hidden = [*sha256(pa.array(["x"])).to_pylist(), *hmac_sha256(pa.array(["x"]), b"k").to_pylist()]
     assert [len(text) for text in hidden] == [64, 64], hidden
 

@@ -47,12 +47,12 @@ class TableState(enum.Enum):
     what the log has let go, and from the shapes of both sides."""
 
     @property
-    def going_on(self) -> bool:
+    def is_applying(self) -> bool:
         """Whether it is loaded and its changes are applied."""
         return self in (TableState.CATCHING_UP, TableState.LIVE)
 
     @property
-    def broken(self) -> bool:
+    def is_blocked(self) -> bool:
         """Whether the table goes nowhere until a person acts."""
         return self in (TableState.FAILED, TableState.NEEDS_SNAPSHOT)
 
@@ -87,7 +87,7 @@ class LoadStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadDone:
+class LoadResult:
     """A load that has landed."""
 
     landed_at: float
@@ -138,7 +138,7 @@ class TableStatus:
     note: str | None = None
     """Something worth knowing that stops nothing, e.g. the SQL that would let updates be captured too."""
     load: LoadStatus | None = None
-    last_load: LoadDone | None = None
+    last_load: LoadResult | None = None
     """The last one that has landed since the process began that does this."""
 
     def __post_init__(self) -> None:
@@ -273,7 +273,7 @@ class TableEvolution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogVersion:
+class LoggedSchemaVersion:
     """One version of a table's shape, and what became of the table with it."""
 
     number: int
@@ -341,7 +341,7 @@ class LogProblem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogVerdict:
+class LogVerifyResult:
     """What a look at every byte of a log came to."""
 
     path: str
@@ -360,7 +360,7 @@ class LogVerdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogSealed:
+class LogSealResult:
     """What sealing by hand did."""
 
     commits: int
@@ -380,7 +380,7 @@ class LogSealed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogReader:
+class LogReaderStatus:
     """A lake table or a named consumer, as it last said how far it is."""
 
     kind: str
@@ -407,7 +407,7 @@ class LogReader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogTrim:
+class LogTrimResult:
     """What trimming by hand let go, and who keeps the rest."""
 
     commits: int
@@ -417,7 +417,7 @@ class LogTrim:
     first_commit: int | None
     unsealed_commits: int
     """Not sealed yet, so not even looked at."""
-    readers: tuple[LogReader, ...] = ()
+    readers: tuple[LogReaderStatus, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return _fields(self)
@@ -443,7 +443,7 @@ def amplification(tables: Iterable[TableStatus]) -> float | None:
 
 def tables_exit_code(tables: Iterable[TableStatus]) -> ExitCode:
     """How a command that waited for these tables ends: TABLE if one of them cannot go on."""
-    return ExitCode.TABLE if any(table.state.broken for table in tables) else ExitCode.OK
+    return ExitCode.TABLE if any(table.state.is_blocked for table in tables) else ExitCode.OK
 
 
 def error_to_json(error: TailraceError) -> dict[str, Any]:
@@ -457,7 +457,7 @@ def error_to_json(error: TailraceError) -> dict[str, Any]:
 
 def error_from_json(stored: Mapping[str, Any]) -> TailraceError:
     """The error of the class its code names; the root class for a code this version does not know."""
-    kind = errors.kind_of(stored["code"])
+    kind = errors.error_class(stored["code"])
     return kind(stored["message"], hint=stored["hint"], **stored["fields"])
 
 

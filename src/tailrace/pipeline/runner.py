@@ -18,15 +18,15 @@ from tailrace.capture.postgres.source import identify
 from tailrace.changelog.read.index import LogIndex
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write import log_lease
-from tailrace.changelog.write.log_lease import Lease
+from tailrace.changelog.write.log_lease import LogLease
 from tailrace.errors import ExitCode, LogForeign, NotCaptured, TailraceError
 from tailrace.pipeline.capture.capture_process import CaptureChild
-from tailrace.pipeline.capture.log_capture import Capturing
-from tailrace.pipeline.capture.source_factory import open_source, open_source_of
+from tailrace.pipeline.capture.log_capture import LogCapture
+from tailrace.pipeline.capture.source_factory import open_source, open_source_for_log
 from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import Observer, PipelineStatus, Summary
-from tailrace.pipeline.status import APPLIER, SourceWatch, leave_note, measure
-from tailrace.pipeline.tables.registry import Lives
+from tailrace.pipeline.status import APPLIER_LEASE, SourceWatch, measure, write_status_file
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.processes import die_with_parent
 
 TICK_SECONDS = 0.5
@@ -54,7 +54,7 @@ def stop_signal(asked: threading.Event | None = None) -> Iterator[threading.Even
         signal.signal(signal.SIGTERM, before)
 
 
-class _Stopped(BaseException):
+class _SigtermReceived(BaseException):
     """SIGTERM came while nothing ran yet that looks for it."""
 
 
@@ -63,7 +63,7 @@ def _stopped_at_once() -> Iterator[None]:
     """SIGTERM ends what is done here, like Ctrl-C: a new slot may wait for others' transactions for hours."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        raise _Stopped
+        raise _SigtermReceived
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -93,8 +93,8 @@ def capture(
     with stop_signal() as asked:
         try:
             with _stopped_at_once():
-                capturing = Capturing(settings, until_caught_up=until_caught_up, take_over=take_over)
-        except _Stopped:
+                capturing = LogCapture(settings, until_caught_up=until_caught_up, take_over=take_over)
+        except _SigtermReceived:
             return Summary(
                 name=settings.name,
                 command="capture",
@@ -127,7 +127,7 @@ def capture(
 
 
 @contextmanager
-def _watched(settings: PipelineSettings, observer: Observer, capturing: Capturing | None) -> Iterator[None]:
+def _watched(settings: PipelineSettings, observer: Observer, capturing: LogCapture | None) -> Iterator[None]:
     """Tell the observer about twice a second how a capture stands."""
     if capturing is None:
         yield
@@ -136,11 +136,14 @@ def _watched(settings: PipelineSettings, observer: Observer, capturing: Capturin
     source = capturing.source
 
     def watch() -> None:
-        lives, lag = Lives(ChangeLog.open(settings.log.path), settings.tables.layout, tells=False), SourceWatch(source)
+        lives, lag = (
+            TableRegistry(ChangeLog.open(settings.log.path), settings.tables.layout, tells=False),
+            SourceWatch(source),
+        )
         for table in source.tables():
             lives.add(table.table, table)
         while not done.wait(TICK_SECONDS):
-            lives.grow()
+            lives.refresh_index()
             observer.tick(measure(settings, lives, source, lag.lag()))
 
     def guarded() -> None:
@@ -222,38 +225,38 @@ def _apply(
     capture_alive: Callable[[], None] | None,
     take_over: bool,
 ) -> Summary:
-    from tailrace.pipeline.apply.applier import Applying  # pyspark comes with it, and capture must not
+    from tailrace.pipeline.apply.applier import Applier  # pyspark comes with it, and capture must not
 
     started = time.monotonic()
-    source = open_source_of(settings, log, loads=True)
-    held = Lease(log.path, APPLIER, take_over=take_over)
+    source = open_source_for_log(settings, log, loads=True)
+    held = LogLease(log.path, APPLIER_LEASE, take_over=take_over)
     try:
-        horizon = source.horizon() if until_caught_up and capture_alive else None
-        applying = Applying(settings, log, source)
+        horizon = source.committed_until() if until_caught_up and capture_alive else None
+        applying = Applier(settings, log, source)
         try:
             applying.discover()
             if until_caught_up:
-                applying.hurry()
-            observer.event("starting Spark", tables=len(applying.lives.tables))
+                applying.stop_resting()
+            observer.event("starting Spark", tables=len(applying.registry.tables))
             applying.start()
-            watch, goal = SourceWatch(source), None if horizon else applying.lives.grow()
+            watch, goal = SourceWatch(source), None if horizon else applying.registry.refresh_index()
             caught_up, still, unpointed = False, 0, 0
             while not asked.is_set():
                 held.check()
                 applying.check()
                 if capture_alive:
                     capture_alive()
-                applying.lives.grow()
-                if goal is None and horizon is not None and applying.lives.index.position >= horizon:
-                    goal = applying.lives.index.commit
-                status = measure(settings, applying.lives, source, watch.lag(), applying.merging_share)
+                applying.registry.refresh_index()
+                if goal is None and horizon is not None and applying.registry.index.position >= horizon:
+                    goal = applying.registry.index.last_commit
+                status = measure(settings, applying.registry, source, watch.lag(), applying.merging_share)
                 observer.tick(status)
-                leave_note(log.path, status)
-                applying.holding.say()
-                caught_up = goal is not None and applying.covered(goal)
+                write_status_file(log.path, status)
+                applying.retention_holds.publish()
+                caught_up = goal is not None and applying.is_caught_up(goal)
                 if until_caught_up and caught_up:
                     unpointed += 1
-                    if applying.complete_point() or capture_alive is None or unpointed > POINT_TICKS_MAX:
+                    if applying.ensure_complete_point() or capture_alive is None or unpointed > POINT_TICKS_MAX:
                         break
                 if until_caught_up and capture_alive is None and goal is not None:
                     still = still + 1 if _nobody_captures(log) and applying.waits_for_log(goal) else 0
@@ -267,23 +270,23 @@ def _apply(
                 asked.wait(TICK_SECONDS)
         finally:
             applying.stop()
-            applying.holding.say(now=True)
-            leave_note(log.path, measure(settings, applying.lives, source, None))
-        status = measure(settings, applying.lives, source, watch.lag())
+            applying.retention_holds.publish(now=True)
+            write_status_file(log.path, measure(settings, applying.registry, source, None))
+        status = measure(settings, applying.registry, source, watch.lag())
         stopped = until_caught_up and not caught_up
-        return _summary(settings, command, started, status, applying.lives.index, stopped=stopped)
+        return _summary(settings, command, started, status, applying.registry.index, stopped=stopped)
     finally:
         held.release()
 
 
 def _nobody_captures(log: ChangeLog) -> bool:
-    return log_lease.held(log.path) is None
+    return log_lease.live_holder_pid(log.path) is None
 
 
 def _summary(
     settings: PipelineSettings, command: str, started: float, status: PipelineStatus, index: LogIndex, *, stopped: bool
 ) -> Summary:
-    broken, count = sum(table.state.broken for table in status.tables), len(status.tables)
+    broken, count = sum(table.state.is_blocked for table in status.tables), len(status.tables)
     message = "every table holds all that was asked for"
     if broken:
         message = f"{count - broken} of {count} tables hold all that was asked for"
@@ -304,7 +307,7 @@ def _summary(
 def drop(settings: PipelineSettings) -> list[str]:
     """Remove slot and publications; log and tables stay."""
     log = ChangeLog.open(settings.log.path)
-    held = Lease(log.path)
+    held = LogLease(log.path)
     try:
         return open_source(settings, log.log_id).drop()
     finally:

@@ -17,13 +17,13 @@ from tailrace.errors import ConfigError, RuntimeRefused, Unsupported
 from tailrace.model.schema import TableId
 from tailrace.runtime.observers import Health, Status
 
-WISHES_MAX = 100
+REQUESTS_MAX = 100
 """Snapshots that wait for the one under way."""
-ID = re.compile(r"[0-9a-f]{12}")
+SNAPSHOT_ID = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class SnapshotRequest:
     """A snapshot that somebody asked for."""
 
     tables: tuple[TableId, ...]
@@ -31,7 +31,7 @@ class Wish:
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
 
-def named(tables: Iterable[TableId]) -> tuple[TableId, ...]:
+def require_distinct_tables(tables: Iterable[TableId]) -> tuple[TableId, ...]:
     """The tables, if each is named once, and by a `TableId`: a dot in a text could stand anywhere in the name."""
     if not isinstance(tables, Iterable):
         raise ConfigError("that is no list of tables", found=type(tables).__name__, hint="Give `[TableId(…)]`.")
@@ -60,7 +60,7 @@ class Control:
         """It waits no more, and is not under way yet."""
         self._changed = threading.Condition()
         self._paused = False
-        self._wishes: deque[Wish] = deque()
+        self._wishes: deque[SnapshotRequest] = deque()
         self._stopped: set[str] = set()
         self._stop_under_way = False
         self._never_begun: list[str] = []
@@ -93,9 +93,9 @@ class Control:
             raise ConfigError("a condition is for one table", hint="Ask for a snapshot of each table.")
         if where is not None and not isinstance(where, str):
             raise ConfigError("a condition is a text", hint='It is what would follow WHERE: `where="id > 7"`.')
-        wish = Wish(tables=named(tables), where=where)
+        wish = SnapshotRequest(tables=require_distinct_tables(tables), where=where)
         with self._changed:
-            if len(self._wishes) >= WISHES_MAX:
+            if len(self._wishes) >= REQUESTS_MAX:
                 raise RuntimeRefused(
                     "too many snapshots wait", waiting=len(self._wishes), hint="Wait until some of them are done."
                 )
@@ -106,7 +106,7 @@ class Control:
     def stop_snapshot(self, snapshot: str | None = None) -> bool:
         """Give up a snapshot, or the one under way and all that wait now; whether there was one. What was read of it
         stays delivered. Where it came before the stream, the stream goes on from its moment."""
-        if snapshot is not None and not (isinstance(snapshot, str) and ID.fullmatch(snapshot)):
+        if snapshot is not None and not (isinstance(snapshot, str) and SNAPSHOT_ID.fullmatch(snapshot)):
             raise ConfigError(
                 "that is no snapshot's id",
                 found=type(snapshot).__name__,
@@ -136,7 +136,7 @@ class Control:
         with self._changed:
             self._changed.wait_for(lambda: not self._paused, seconds)
 
-    def next_wish(self) -> Wish | None:
+    def next_request(self) -> SnapshotRequest | None:
         """The next snapshot that was asked for, while none is under way: there is nothing to stop any more."""
         with self._changed:
             self._forget_stops()
@@ -144,12 +144,12 @@ class Control:
             self._beginning = None if wish is None else wish.id
             return wish
 
-    def begun(self) -> None:
+    def clear_starting(self) -> None:
         """What was asked for is under way now, or waits again, or is given up."""
         with self._changed:
             self._beginning = None
 
-    def put_back(self, wish: Wish) -> None:
+    def put_back_request(self, wish: SnapshotRequest) -> None:
         """It could not be begun now."""
         with self._changed:
             if not self._stop_under_way and wish.id not in self._stopped:
@@ -157,13 +157,13 @@ class Control:
             else:
                 self._never_begun.append(wish.id)
 
-    def never_begun(self) -> list[str]:
+    def take_cancelled(self) -> list[str]:
         """Snapshots that were given up before they began, each once."""
         with self._changed:
             found, self._never_begun = self._never_begun, []
             return found
 
-    def is_given_up(self, snapshot: str) -> bool:
+    def is_cancelled(self, snapshot: str) -> bool:
         """Whether somebody has stopped this snapshot, which is under way. It stays so until it is over."""
         with self._changed:
             return self._stop_under_way or snapshot in self._stopped

@@ -22,9 +22,9 @@ from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.event import Event
-from tailrace.model.schema import TableSchema, no_such_column, unfitting
-from tailrace.runtime.transform_runner import Ruling
-from tailrace.transforms.row_numbers import numbered_anew
+from tailrace.model.schema import TableSchema, unknown_column_error, wrong_type_error
+from tailrace.runtime.transform_runner import TransformRunner
+from tailrace.transforms.row_numbers import renumber
 from tailrace.validation import require_instance
 
 INJECTED_MAX = 10_000
@@ -32,10 +32,10 @@ FIRST_SEQ = -(1 << 63)
 """To which the time is added, in nanoseconds: a program that is started again does not repeat a number."""
 
 
-class Injected:
+class InjectedChanges:
     """What waits to be handed out. Any thread may ask how much that is."""
 
-    def __init__(self, rules: Ruling, *, as_they_come: bool) -> None:
+    def __init__(self, rules: TransformRunner, *, as_they_come: bool) -> None:
         self._rules, self._as_they_come = rules, as_they_come
         self._waiting: deque[ChangeBatch] = deque()
         self._last: ChangeBatch | None = None
@@ -73,14 +73,14 @@ class Injected:
         """The rows that are handed out next, as the rules show them; none if there are none."""
         while self._waiting:
             first = self._waiting[0]
-            made = self._rules.sifted((first,))
+            made = self._rules.transform_batches((first,))
             self._last = first  # only now: nothing passes what a rule halts at
             self._waiting.popleft()
             if made:
-                return numbered_anew(made) if self._as_they_come else made
+                return renumber(made) if self._as_they_come else made
         return ()
 
-    def taken(self) -> None:
+    def confirm_taken(self) -> None:
         """What was handed out last was taken."""
         self._last = None
 
@@ -143,7 +143,7 @@ def batch_of_event(event: Event) -> ChangeBatch:
     require_instance("schema", schema, TableSchema, "An event has the shape of its table.")
     require_instance("operation", event.operation, Operation, "Give `Operation.INSERT`, or another of them.")
     if unknown := [str(name) for name in event.values if name not in schema.names]:
-        raise no_such_column(schema, unknown)
+        raise unknown_column_error(schema, unknown)
     row: dict[str, object] = {
         change.OP: event.operation.value,
         change.SEQ: event.seq,
@@ -161,7 +161,7 @@ def batch_of_event(event: Event) -> ChangeBatch:
     try:
         data = pa.RecordBatch.from_pylist([row], pa.schema(fields))
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        raise unfitting(schema) from error
+        raise wrong_type_error(schema) from error
     return ChangeBatch(
         schema=schema,
         data=data,

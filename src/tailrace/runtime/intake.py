@@ -23,11 +23,11 @@ from tailrace.model.position_kinds import P, Position, covers
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS_FIRST, RETRY_SECONDS_MAX = 0.5, 15.0
-OURS = (LogError, SinkError, StateError)
+WRITE_SIDE_ERRORS = (LogError, SinkError, StateError)
 """What is about the side that takes, not about the source: that the source answers does not end it."""
 
 
-class Streams(Protocol[P]):
+class StreamSource(Protocol[P]):
     """Who opens streams: a source, or a pipeline that looks at more than the source before."""
 
     def live(self, after: P) -> Stream[P]:
@@ -35,7 +35,7 @@ class Streams(Protocol[P]):
 
 
 @runtime_checkable
-class Holding(Protocol):
+class ReadAheadStream(Protocol):
     """A stream that reads ahead by itself."""
 
     held_bytes: int
@@ -48,27 +48,27 @@ class Outage:
 
     error: TailraceError
     since: float
-    pause: float
-    again_at: float
+    pause_seconds: float
+    retry_at: float
 
     @classmethod
     def after(cls, last: Outage | None, error: TailraceError) -> Outage:
         """The last one, which goes on with this error; or one that begins with it."""
         now = time.monotonic()
-        pause = min(last.pause * 2, RETRY_SECONDS_MAX) if last else RETRY_SECONDS_FIRST
+        pause = min(last.pause_seconds * 2, RETRY_SECONDS_MAX) if last else RETRY_SECONDS_FIRST
         return cls(error, last.since if last else now, pause, now + pause)
 
-    def ends(self, seconds_max: float) -> bool:
+    def must_raise(self, seconds_max: float) -> bool:
         """Whether waiting any longer makes no sense."""
         return self.error.remedy is not Remedy.RETRY or time.monotonic() - self.since > seconds_max
 
 
-class Intake:
+class ReconnectingStream:
     """Windows of one source, one after the other, whatever becomes of its connection."""
 
     def __init__(
         self,
-        source: Streams[Any],
+        source: StreamSource[Any],
         retry_seconds_max: float,
         *,
         through: Callable[[Stream[Any]], Stream[Any]],
@@ -81,48 +81,48 @@ class Intake:
         self._retry_seconds_max = retry_seconds_max
         self._through, self._dropped, self._lost, self._opened = through, dropped, lost, opened
         self._stream: Stream[Any] | None = None
-        self._holding: Holding | None = None
+        self._holding: ReadAheadStream | None = None
         self.outage: Outage | None = None
         self.reconnects = 0
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         return self._stream is not None
 
     @property
-    def holds_more(self) -> bool:
+    def has_read_ahead(self) -> bool:
         """Whether the stream is known to have read more than it was asked for."""
         return self._holding is not None and self._holding.held_bytes > 0
 
     def read(self, after: Position, durable: Position, wait_seconds: float) -> AnyWindow | None:
         """The next window after the position; None if none came in time. `durable` is what may be confirmed."""
-        if not self.may_try(wait_seconds):
+        if not self.wait_for_retry(wait_seconds):
             return None
         try:
             if self._stream is None:
                 stream = self._source.live(after)
                 require_stream(stream)
                 self._stream = self._through(stream)
-                self._holding = self._stream if isinstance(self._stream, Holding) else None
+                self._holding = self._stream if isinstance(self._stream, ReadAheadStream) else None
                 self._opened(self._stream, after)
                 self._stream.confirm(durable)
             window = self._stream.read(after, wait_seconds)
             if window is not None:
                 require_window(window, after)
         except TailraceError as error:
-            self.fail(error)
+            self.handle_error(error)
             return None
-        self.answered()  # even if it has nothing to say
+        self.note_source_answered()  # even if it has nothing to say
         if window is None:
             return None
         if not window.open and covers(after, window.end):
             return None  # a source that repeats itself: all of it was taken
         return window
 
-    def may_try(self, wait_seconds: float) -> bool:
+    def wait_for_retry(self, wait_seconds: float) -> bool:
         if self.outage is None:
             return True
-        left = self.outage.again_at - time.monotonic()
+        left = self.outage.retry_at - time.monotonic()
         if left > wait_seconds:
             time.sleep(wait_seconds)
             return False
@@ -137,35 +137,35 @@ class Intake:
         try:
             self._stream.confirm(position)
         except TailraceError as error:
-            self.fail(error)
+            self.handle_error(error)
 
-    def answered(self) -> None:
+    def note_source_answered(self) -> None:
         """The source did: whatever was wrong with it is over."""
-        if self.outage is not None and not isinstance(self.outage.error, OURS):
+        if self.outage is not None and not isinstance(self.outage.error, WRITE_SIDE_ERRORS):
             self.outage = None
 
-    def taken(self, *, moved: bool) -> None:
+    def note_written(self, *, moved: bool) -> None:
         """Something became durable: whatever was wrong with that side is over; and with all else if it has `moved`."""
-        if moved or (self.outage is not None and isinstance(self.outage.error, OURS)):
+        if moved or (self.outage is not None and isinstance(self.outage.error, WRITE_SIDE_ERRORS)):
             self.outage = None
 
-    def fail(self, error: TailraceError, *, keep: bool = False) -> None:
+    def handle_error(self, error: TailraceError, *, keep: bool = False) -> None:
         """Close the stream, and wait before it is opened again; raise what waiting does not mend. With `keep` only
         wait: it is not the stream that failed, and what it gave is still to be taken."""
         if not keep:
             self.close()
             self._dropped()
         outage = Outage.after(self.outage, error)
-        if outage.ends(self._retry_seconds_max):
+        if outage.must_raise(self._retry_seconds_max):
             raise error
         self.outage = outage
         self.reconnects += 1
-        said = {"code": error.code, "reason": error.message, "wait": outage.pause}
-        if isinstance(error, OURS):
+        said = {"code": error.code, "reason": error.message, "wait": outage.pause_seconds}
+        if isinstance(error, WRITE_SIDE_ERRORS):
             log.error("the log or sink takes nothing, trying again", extra=said | {"hint": error.hint})
         else:
             log.warning("source lost, trying again", extra=said)
-        self._lost(error, outage.pause)
+        self._lost(error, outage.pause_seconds)
 
     def close(self) -> None:
         """Let go of the source; nothing is confirmed that was not."""

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, cast
 
 from tailrace import failpoints
-from tailrace.capture.port import OfTimeline, Scannable, Stream
+from tailrace.capture.port import HasTimeline, Scannable, Stream
 from tailrace.errors import (
     ConfigError,
     RuleInvalid,
@@ -40,27 +40,37 @@ from tailrace.model.position import ZERO
 from tailrace.model.position_kinds import P, Position, bytes_between, covers
 from tailrace.model.schema import TableId
 from tailrace.runtime import observers as facts
-from tailrace.runtime.handle import Control, named
-from tailrace.runtime.injected_changes import Injected
-from tailrace.runtime.intake import Intake, Streams
-from tailrace.runtime.observers import Health, Observer, Status, Telling, as_ours, judge
-from tailrace.runtime.output_batch import Ack, Batch, Kind, Limits, accepted, empty, last_transaction, numbered, refused
-from tailrace.runtime.position_store import Keeper, Place, StoreKeeper
-from tailrace.runtime.recorded_schemas import Shapes
+from tailrace.runtime.handle import Control, require_distinct_tables
+from tailrace.runtime.injected_changes import InjectedChanges
+from tailrace.runtime.intake import ReconnectingStream, StreamSource
+from tailrace.runtime.observers import Health, Observer, ObserverList, Status, assess_health, to_tailrace_error
+from tailrace.runtime.output_batch import (
+    Ack,
+    Batch,
+    BatchKind,
+    Limits,
+    ack_error,
+    empty_batch,
+    last_transaction,
+    number_from,
+    split_accepted,
+)
+from tailrace.runtime.position_store import CheckpointPositionStore, PositionStore, ResumePoint
+from tailrace.runtime.recorded_schemas import WindowSchemaRecorder
 from tailrace.runtime.runtime_state import Drained, Progress, State
-from tailrace.runtime.sinks import Rejected, Sink, rejected_of, require_sink
-from tailrace.runtime.snapshots import Snapshots
-from tailrace.runtime.startup import begin, require_parts
-from tailrace.runtime.transform_runner import Ruling
-from tailrace.runtime.user_transform import Transform, transformed
-from tailrace.runtime.window_buffer import Buffer
+from tailrace.runtime.sinks import Rejected, Sink, require_rejected, require_sink
+from tailrace.runtime.snapshots import SnapshotRunner
+from tailrace.runtime.startup import prepare_start, require_arguments
+from tailrace.runtime.transform_runner import TransformRunner
+from tailrace.runtime.user_transform import Transform, transform_window
+from tailrace.runtime.window_buffer import WindowBuffer
 from tailrace.state.checkpoint import CheckpointStore
 from tailrace.state.schema_history import SchemaHistory
-from tailrace.transforms.rules import RulesGiven
-from tailrace.validation import require_function, require_seconds, require_whole
+from tailrace.transforms.rules import RulesInput
+from tailrace.validation import require_callable, require_integer, require_seconds
 
 if TYPE_CHECKING:
-    from tailrace.transforms.transform_plan import OnLetter, TransformPlan
+    from tailrace.transforms.transform_plan import OnDeadLetter, TransformPlan
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +91,8 @@ class CdcRuntime(Generic[P]):
 
     def __init__(
         self,
-        source: Streams[P],
-        checkpoint: CheckpointStore | Keeper,
+        source: StreamSource[P],
+        checkpoint: CheckpointStore | PositionStore,
         schema_history: SchemaHistory | None = None,
         *,
         key: str = "default",
@@ -90,8 +100,8 @@ class CdcRuntime(Generic[P]):
         incremental_snapshot: Sequence[TableId] = (),
         limits: Limits | None = None,
         target: P | None = None,
-        transforms: RulesGiven | TransformPlan | None = None,
-        on_letter: OnLetter | None = None,
+        transforms: RulesInput | TransformPlan | None = None,
+        on_letter: OnDeadLetter | None = None,
         transform: Transform | None = None,
         observers: Sequence[Observer] = (),
         retry_seconds_max: float = RETRY_SECONDS,
@@ -101,7 +111,7 @@ class CdcRuntime(Generic[P]):
         """`transforms` are declared rules; `on_letter` takes the rows that they set aside. `transform` comes after. A
         quiet source's position is recorded after `idle_seconds_max` (10), so that it can discard its log."""
         idle_seconds = IDLE_SECONDS_MAX if idle_seconds_max is None else idle_seconds_max
-        require_parts(
+        require_arguments(
             source,
             checkpoint,
             schema_history,
@@ -116,8 +126,11 @@ class CdcRuntime(Generic[P]):
             },
         )
         self._source = source
-        self._keeper = checkpoint if isinstance(checkpoint, Keeper) else StoreKeeper(checkpoint, key)
-        self._snapshot_tables, self._incremental = named(snapshot_tables), named(incremental_snapshot)
+        self._keeper = checkpoint if isinstance(checkpoint, PositionStore) else CheckpointPositionStore(checkpoint, key)
+        self._snapshot_tables, self._incremental = (
+            require_distinct_tables(snapshot_tables),
+            require_distinct_tables(incremental_snapshot),
+        )
         if self._keeper.takes_windows and (snapshot_tables or incremental_snapshot):
             raise ConfigError("a log does not keep a snapshot's place", hint="Use a checkpoint store beside the sink.")
         self._limits = limits or Limits()
@@ -125,35 +138,35 @@ class CdcRuntime(Generic[P]):
         self._stalled_seconds = stalled_seconds
         self._idle_seconds = idle_seconds
         self._id, self._number = uuid.uuid4(), 0
-        self._tell = Telling(observers)
-        self._rules = Ruling(transforms, on_letter, self._tell)
-        self._intake = Intake(
+        self._tell = ObserverList(observers)
+        self._rules = TransformRunner(transforms, on_letter, self._tell)
+        self._intake = ReconnectingStream(
             source,
             retry_seconds_max,
-            through=self._rules.stream,
+            through=self._rules.transform_stream,
             dropped=self._on_dropped,
             lost=self._on_lost,
             opened=self._on_opened,
         )
         self._raw = self._keeper.takes_windows
-        self._buffer = Buffer(self._limits, as_they_come=self._raw)
+        self._buffer = WindowBuffer(self._limits, as_they_come=self._raw)
         self._history = schema_history
-        self._shapes = Shapes(schema_history, self._tell)
-        self._snapshots = Snapshots(
+        self._shapes = WindowSchemaRecorder(schema_history, self._tell)
+        self._snapshots = SnapshotRunner(
             source,
             self._rules,
             self._tell,
             retry_seconds_max=retry_seconds_max,
             stream_lost=lambda: self._intake.outage is not None,
         )
-        self._injected = Injected(self._rules, as_they_come=self._raw)
-        self._place: Place | None = None
+        self._injected = InjectedChanges(self._rules, as_they_come=self._raw)
+        self._place: ResumePoint | None = None
         self._given: Batch | None = None
         self._taken: AnyWindow = Window(start=ZERO, end=ZERO)
         """What was given, as the source had it."""
         self._raised: TailraceError | None = None
         """What the last poll has failed at."""
-        self._held: tuple[Kind, AnyWindow] | None = None
+        self._held: tuple[BatchKind, AnyWindow] | None = None
         """What is handed out next: the schema history, or the transform, has failed at it, or the first rows of it
         are acknowledged."""
         self._transform = transform
@@ -198,7 +211,7 @@ class CdcRuntime(Generic[P]):
         return place is not None and covers(place.position, self._target)
 
     @property
-    def _here(self) -> Place:
+    def _here(self) -> ResumePoint:
         if self._place is None:
             raise RuntimeRefused("it was not started", hint="Call `start()` first.")
         return self._place
@@ -216,23 +229,25 @@ class CdcRuntime(Generic[P]):
             raise RuntimeRefused(f"it is {self.state.value}", hint="Wait until it is stopped.")
         try:
             self._rules.require_ready()
-            place, resumed = begin(
+            place, resumed = prepare_start(
                 self._source, self._keeper, self._history, self._snapshots, self._snapshot_tables, self._incremental
             )
         except BaseException as error:
             self._snapshots.close()
             self.state = State.IDLE
             if isinstance(error, Exception):
-                self._tell(facts.StartFailed(error=as_ours(error)))
+                self._tell(facts.StartFailed(error=to_tailrace_error(error)))
             raise
         self._place, self._given, self._part_rows, self._rest_rows = place, None, 0, 0
         self._begins_again = self._more_told = self._cut_off = False
-        self._buffer.forget(place.position)
+        self._buffer.reset(place.position)
         self._intake.outage = self._raised = None
         self._given_at = self._polled_at = self._last_commit = time.monotonic()
         self.state = State.RUNNING
         self._tell(
-            facts.Started(position=place.position, rows=place.rows, resumed=resumed, snapshot=place.scan is not None)
+            facts.Started(
+                position=place.position, rows=place.rows, resumed=resumed, snapshot=place.snapshot_job is not None
+            )
         )
 
     def stop(self) -> None:
@@ -288,7 +303,7 @@ class CdcRuntime(Generic[P]):
             self.progress.rows -= self._part_rows  # they come again
             self._given, self._held, self._part_rows, self._rest_rows = None, None, 0, 0
             self.state = State.STOPPED
-        self._rules.tell_unmatched()
+        self._rules.report_unmatched()
         place, injected = self._here, self._injected.rows
         if injected:
             log.warning(INJECTED_LEFT, extra={"rows": injected})
@@ -299,7 +314,7 @@ class CdcRuntime(Generic[P]):
         try:
             step()
         except Exception as error:  # a boundary: what is under way goes on
-            self._tell(facts.Failed(error=as_ours(error)))
+            self._tell(facts.Failed(error=to_tailrace_error(error)))
 
     def _take_up_again(self) -> None:
         """Go on after a call that was left in its middle. What is on record counts; all else comes again, as after a
@@ -314,8 +329,8 @@ class CdcRuntime(Generic[P]):
         if found is not None:
             here = self._here
             self._place = replace(here, position=found.position) if self._raw else replace(found, source=here.source)
-        self._buffer.forget(self.position)
-        place = self._snapshots.cut_off(self._here)
+        self._buffer.reset(self.position)
+        place = self._snapshots.recover_from_interrupt(self._here)
         if place != self._place:
             self._save(place, moved=False)
         self._cut_off = False
@@ -341,10 +356,10 @@ class CdcRuntime(Generic[P]):
             self._take_up_again()
             if self._given is not None:
                 return self._given
-            self._injected.taken()
+            self._injected.confirm_taken()
             batch = self._looked_for(wait)
         except Exception as error:  # whatever it is, and whoever's: nothing is handed out
-            self._raised = as_ours(error)
+            self._raised = to_tailrace_error(error)
             if isinstance(error, (TransformFailed, RuleInvalid)):
                 said = {name: str(error.fields.get(name, "")) for name in ("rule", "table")}
                 self._tell(facts.RuleHalted(**said, error=error))
@@ -367,21 +382,21 @@ class CdcRuntime(Generic[P]):
 
     def _next_batch(self, wait: float) -> Batch:
         if self._is_paused(wait):
-            return empty(self.position)
+            return empty_batch(self.position)
         if self._held is not None:
             return self._give(*self._held)
         if injected := self._injected.next():
             return self._injection(injected)
         if (scanned := self._next_scanned(wait)) is not None:
-            return self._give(Kind.SNAPSHOT, scanned)
+            return self._give(BatchKind.SNAPSHOT, scanned)
         if self._snapshots.blocks_stream:
             time.sleep(min(wait, SCAN_SECONDS))
-            return empty(self.position)
+            return empty_batch(self.position)
         window = self._next_window(wait)
         if window is None:
-            return empty(self.position)
-        self._snapshots.delivering(window)
-        return self._give(Kind.STREAM, window)
+            return empty_batch(self.position)
+        self._snapshots.note_delivered(window)
+        return self._give(BatchKind.STREAM, window)
 
     def _is_paused(self, wait_seconds: float) -> bool:
         self._note_pause()
@@ -398,19 +413,19 @@ class CdcRuntime(Generic[P]):
     def _injection(self, batches: tuple[ChangeBatch, ...]) -> Batch:
         window = Window(start=self.position, end=self.position, batches=batches, rows=sum(map(len, batches)))
         try:
-            batch = Batch(kind=Kind.INJECTED, window=transformed(window, self._transform))
+            batch = Batch(kind=BatchKind.INJECTED, window=transform_window(window, self._transform))
         except BaseException:
             self._injected.put_back()
             raise
         self._tell(facts.Delivered(kind=batch.kind.value, rows=batch.rows, end=batch.end))
         return batch
 
-    def _give(self, kind: Kind, window: AnyWindow) -> Batch:
+    def _give(self, kind: BatchKind, window: AnyWindow) -> Batch:
         if not self._raw and window.batches:
-            window = numbered(window, self._next_seq)
+            window = number_from(window, self._next_seq)
         self._held = kind, window  # and it stays so if the history or the transform fails: nothing passes it
-        self._shapes.see(window)
-        shown = transformed(window, self._transform)
+        self._shapes.record_schemas(window)
+        shown = transform_window(window, self._transform)
         self._held, self._taken = None, window
         self._number += 1
         self._given = Batch(kind=kind, window=shown, ack=Ack(self._id, self._number))
@@ -424,7 +439,7 @@ class CdcRuntime(Generic[P]):
         waits by itself."""
         if self._part_rows or self._rest_rows or self._begins_again:
             return None  # whatever came now would have the numbers of what was handed out and comes again
-        if not self._intake.may_try(wait_seconds):
+        if not self._intake.wait_for_retry(wait_seconds):
             return None
         try:
             self._settle_snapshots()
@@ -432,24 +447,24 @@ class CdcRuntime(Generic[P]):
             if self._snapshots.is_over:
                 self._settle_snapshots()  # whoever stops once nothing comes has it on record
         except (TransformFailed, RuleInvalid, SinkError, StateError) as error:  # not the source's: tried again
-            self._intake.fail(error, keep=True)
+            self._intake.handle_error(error, keep=True)
             return None
         except TailraceError as error:
-            self._snapshots.broke()
-            if not self._snapshots.live:
-                self._intake.fail(error)
-            elif not self._snapshots.waits(error):
-                self._save(replace(self._here, scan=None), moved=False)
+            self._snapshots.drop_reader()
+            if not self._snapshots.is_incremental:
+                self._intake.handle_error(error)
+            elif not self._snapshots.should_retry(error):
+                self._save(replace(self._here, snapshot_job=None), moved=False)
                 self._snapshots.give_up(error)
             return None
         if scanned is not None:
-            self._intake.answered()
+            self._intake.note_source_answered()
         return scanned
 
     def _settle_snapshots(self) -> None:
-        saved = self._snapshots.settle(self._here, self.control, self._save)
-        if saved and not self._buffer and not self._buffer.gathering:
-            self._buffer.forget(self.position)  # a snapshot that begins again moves it
+        saved = self._snapshots.save_progress(self._here, self.control, self._save)
+        if saved and not self._buffer and not self._buffer.has_open_transaction:
+            self._buffer.reset(self.position)  # a snapshot that begins again moves it
 
     def _next_window(self, wait_seconds: float) -> AnyWindow | None:
         """What the next batch holds: what has come, and what comes while there is room and time."""
@@ -480,18 +495,23 @@ class CdcRuntime(Generic[P]):
 
     def _read(self, wait_seconds: float) -> AnyWindow | None:
         """Take one window from the source into the buffer; None if there was none with anything in it."""
-        window = self._intake.read(self._buffer.upto, self.position, wait_seconds)
+        window = self._intake.read(self._buffer.read_until, self.position, wait_seconds)
         if window is None:
             return None
         failpoints.hit("capture.piece_read" if window.open else "capture.window_read")
         if not covers(self.progress.source_end, window.end):
             self.progress.source_end = window.end
-        if not window.empty:
-            self._buffer.take(window)
+        if not window.is_empty:
+            self._buffer.add(window)
             return window
-        if not self._buffer and not self._part_rows and not self._buffer.gathering and self._idle_due(window):
+        if (
+            not self._buffer
+            and not self._part_rows
+            and not self._buffer.has_open_transaction
+            and self._idle_due(window)
+        ):
             self._settle(window)
-            self._buffer.upto = window.end
+            self._buffer.read_until = window.end
         return None
 
     def _idle_due(self, window: AnyWindow) -> bool:
@@ -513,8 +533,8 @@ class CdcRuntime(Generic[P]):
         self._take_up_again()
         given = self._given
         if given is None or ack != given.ack:
-            raise refused(ack, self._id)
-        count = given.rows if rows is None else require_whole("rows", rows, least=0)
+            raise ack_error(ack, self._id)
+        count = given.rows if rows is None else require_integer("rows", rows, least=0)
         if count > given.rows or (self._raw and count != given.rows):
             raise ConfigError(
                 "so many rows of the batch cannot be accepted",
@@ -527,7 +547,7 @@ class CdcRuntime(Generic[P]):
         before = given, self._place, self._part_rows
         self._cut_off = True
         try:
-            if given.kind is Kind.SNAPSHOT:
+            if given.kind is BatchKind.SNAPSHOT:
                 self._settle_scanned(count)
             else:
                 self._settle_first(self._taken, count)
@@ -538,11 +558,11 @@ class CdcRuntime(Generic[P]):
         self._cut_off = False
 
     def _settle_scanned(self, rows: int) -> None:
-        self._save(self._snapshots.place_after(self._here, rows))
+        self._save(self._snapshots.resume_point_after(self._here, rows))
         failpoints.hit("runtime.scan_saved")
         self.progress.rows += rows
-        rest = self._snapshots.acknowledged(rows)
-        self._held = None if rest is None else (Kind.SNAPSHOT, rest)
+        rest = self._snapshots.acknowledge(rows)
+        self._held = None if rest is None else (BatchKind.SNAPSHOT, rest)
         self._rest_rows = 0 if rest is None else rest.rows
         self._given = None
         if self._tell:
@@ -554,14 +574,14 @@ class CdcRuntime(Generic[P]):
         if rows >= window.rows:
             self._settle(window)
             return
-        taken, rest = accepted(window, rows)
+        taken, rest = split_accepted(window, rows)
         try:
             self._buffer.put_back(rest)  # before the source is told: a stream that breaks there goes on behind it
             for part in taken:
                 self._record(part)
         except BaseException:
             if self._given is not None:
-                self._buffer.take_back(rest)  # nothing was acknowledged
+                self._buffer.undo_put_back(rest)  # nothing was acknowledged
             raise
         self._rest_rows = max(self._rest_rows, rest.rows)
         failpoints.hit("runtime.prefix_saved")
@@ -590,7 +610,7 @@ class CdcRuntime(Generic[P]):
                 )
             )
             self._part_rows = 0
-            self._begins_again &= window.empty
+            self._begins_again &= window.is_empty
             self._last_commit = time.monotonic()
         self._count(window)
 
@@ -601,10 +621,10 @@ class CdcRuntime(Generic[P]):
         if self._tell:
             self._tell(facts.Committed(position=position, rows=self._here.rows))
 
-    def _save(self, place: Place, *, moved: bool = True) -> None:
+    def _save(self, place: ResumePoint, *, moved: bool = True) -> None:
         self._keeper.save(place)
         self._place = place
-        self._intake.taken(moved=moved)
+        self._intake.note_written(moved=moved)
 
     def _count(self, window: AnyWindow) -> None:
         self._given = None
@@ -618,15 +638,15 @@ class CdcRuntime(Generic[P]):
     # What happens to the stream.
 
     def _on_opened(self, stream: Stream, after: Position) -> None:
-        self._shapes.reopened()
+        self._shapes.restart()
         place = self._here
-        if place.source is not None and isinstance(stream, OfTimeline):
+        if place.source is not None and isinstance(stream, HasTimeline):
             self._place = replace(place, source=replace(place.source, timeline=stream.timeline))
         self._tell(facts.StreamOpened(after=after))
 
     def _on_dropped(self) -> None:
         """The stream is closed: what had not come whole comes again."""
-        if self._buffer.lose(self.position):
+        if self._buffer.handle_stream_loss(self.position):
             self._begins_again |= bool(self._part_rows or self._rest_rows)
             self.progress.rows -= self._part_rows
             self._part_rows = self._rest_rows = 0
@@ -644,9 +664,9 @@ class CdcRuntime(Generic[P]):
         while, are waited out. Rows that the sink does not take go to `on_rejected`, or end it."""
         require_sink("sink", sink)
         stopping = stop.is_set if isinstance(stop, threading.Event) else stop
-        require_function("stop", stopping, "Give a `threading.Event`, or a function that says whether to stop.")
+        require_callable("stop", stopping, "Give a `threading.Event`, or a function that says whether to stop.")
         if on_rejected is not None:
-            require_function("on_rejected", on_rejected, "Give a function of the rows: `on_rejected=function`.")
+            require_callable("on_rejected", on_rejected, "Give a function of the rows: `on_rejected=function`.")
         keeps: object = self._keeper
         if self._raw and sink is not keeps:
             raise ConfigError(
@@ -660,7 +680,7 @@ class CdcRuntime(Generic[P]):
         except BaseException as error:
             self._attempt(self._let_go)
             if isinstance(error, Exception):
-                self._tell(facts.Failed(error=as_ours(error)))
+                self._tell(facts.Failed(error=to_tailrace_error(error)))
             raise
         self._snapshots.finish(self._here, self._save)
         self._let_go()
@@ -669,17 +689,17 @@ class CdcRuntime(Generic[P]):
         batch: Batch | None = None
         resting = False
         try:
-            if not self._intake.may_try(READ_SECONDS):
+            if not self._intake.wait_for_retry(READ_SECONDS):
                 return
             batch = self.poll()
             if self._intake.outage is None:
                 self.progress.last_error = None
-            if batch.kind is not Kind.EMPTY:
+            if batch.kind is not BatchKind.EMPTY:
                 self._deliver(batch, sink, on_rejected)
             elif resting := self._more_told and self._is_last:
                 self._flush(sink)
         except BaseException as error:
-            if batch is not None and batch.kind is Kind.INJECTED:
+            if batch is not None and batch.kind is BatchKind.INJECTED:
                 self._injected.put_back()
             if not isinstance(error, TailraceError):
                 raise
@@ -687,10 +707,10 @@ class CdcRuntime(Generic[P]):
             keep = waits or resting or bool(self._injected)  # it is not the stream that has failed
             if waits and self._raw:  # of a transaction that came in parts the log may have some: it begins again
                 self._given, self._held, keep = None, None, False
-            self._intake.fail(error, keep=keep)
+            self._intake.handle_error(error, keep=keep)
 
     def _deliver(self, batch: Batch, sink: Sink, on_rejected: OnRejected | None) -> None:
-        rejected = rejected_of(sink.write(batch))
+        rejected = require_rejected(sink.write(batch))
         failpoints.hit("runtime.sink_written")
         if rejected:
             tables = tuple(dict.fromkeys(row.table for row in rejected))
@@ -715,7 +735,7 @@ class CdcRuntime(Generic[P]):
     @property
     def _is_last(self) -> bool:
         """Whether nothing more is known to be there."""
-        return not self._buffer and not self._intake.holds_more and not self._snapshots.under_way
+        return not self._buffer and not self._intake.has_read_ahead and not self._snapshots.under_way
 
     # From outside.
 
@@ -728,7 +748,7 @@ class CdcRuntime(Generic[P]):
         """How it is, and what to do about it."""
         now = time.monotonic()
         given = self._given
-        return judge(
+        return assess_health(
             state=None if self.state is State.RUNNING else self.state.value,
             paused=self.control.paused,
             error=self._trouble,
@@ -759,6 +779,6 @@ class CdcRuntime(Generic[P]):
             buffered=self._buffer.rows,
             injected=self._injected.rows,
             reconnects=self._intake.reconnects,
-            snapshot=self._snapshots.told,
+            snapshot=self._snapshots.summary,
             health=self.health(),
         )

@@ -63,7 +63,7 @@ class Lost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapeSeen:
+class SchemaSeen:
     """A table has a shape that was not seen before; it is in the schema history."""
 
     table: TableId
@@ -108,7 +108,7 @@ class RuleHalted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetAside:
+class RowsDeadLettered:
     """Rows that a rule could not be applied to were taken by `on_letter`."""
 
     rule: str
@@ -122,7 +122,7 @@ class RuleUnmatched:
     """A rule has had nothing to do by the time of stopping: no table, or no row, was one for it."""
 
     rule: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +189,12 @@ Fact: TypeAlias = (
     | PollFailed
     | StreamOpened
     | Lost
-    | ShapeSeen
+    | SchemaSeen
     | Delivered
     | Committed
     | RowsRejected
     | RuleHalted
-    | SetAside
+    | RowsDeadLettered
     | RuleUnmatched
     | SnapshotBegun
     | TableRead
@@ -208,7 +208,7 @@ Observer: TypeAlias = Callable[[Fact], None]
 """Called in the runtime's own thread: what takes long holds the changes up."""
 
 
-def as_ours(error: Exception) -> TailraceError:
+def to_tailrace_error(error: Exception) -> TailraceError:
     """Any failure as an error that can be told."""
     if isinstance(error, TailraceError):
         return error
@@ -222,7 +222,7 @@ def as_ours(error: Exception) -> TailraceError:
     return made
 
 
-class Telling:
+class ObserverList:
     """Tells all observers."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -236,7 +236,10 @@ class Telling:
             try:
                 observer(fact)
             except Exception as error:  # an observer's own business
-                log.warning("an observer failed", extra={"fact": type(fact).__name__, "reason": as_ours(error).message})
+                log.warning(
+                    "an observer failed",
+                    extra={"fact": type(fact).__name__, "reason": to_tailrace_error(error).message},
+                )
 
 
 class Verdict(enum.Enum):
@@ -260,7 +263,7 @@ class Health:
     remedy: str = ""
 
 
-def judge(
+def assess_health(
     *,
     state: str | None,
     paused: bool,

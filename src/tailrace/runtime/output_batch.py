@@ -24,8 +24,8 @@ from tailrace.model import change
 from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.event import Event
-from tailrace.model.position_kinds import Position, parse_position, type_of
-from tailrace.validation import require_instance, require_seconds, require_whole
+from tailrace.model.position_kinds import Position, parse_position, position_type_of
+from tailrace.validation import require_instance, require_integer, require_seconds
 
 
 class Transactions(enum.Enum):
@@ -52,7 +52,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for what in ("rows", "bytes", "transaction_bytes"):
-            require_whole(what, getattr(self, what), least=1)
+            require_integer(what, getattr(self, what), least=1)
         require_seconds("seconds", self.seconds)
         require_instance(
             "transactions", self.transactions, Transactions, "Give `Transactions.WHOLE` or `Transactions.SPLIT`."
@@ -67,7 +67,7 @@ class Ack:
     number: int
 
 
-def refused(ack: object, runtime: uuid.UUID) -> AckRefused:
+def ack_error(ack: object, runtime: uuid.UUID) -> AckRefused:
     """Why a token does not count."""
     if not isinstance(ack, Ack):
         why = "that is no token"
@@ -78,7 +78,7 @@ def refused(ack: object, runtime: uuid.UUID) -> AckRefused:
     return AckRefused(why, hint="Acknowledge each batch once, with its own `ack`, before the next `poll()`.")
 
 
-class Kind(enum.Enum):
+class BatchKind(enum.Enum):
     """Where a batch comes from."""
 
     STREAM = "stream"
@@ -96,7 +96,7 @@ class Batch:
     `window` says which positions it lies between, and `batches` are the rows, each of one table in one shape.
     """
 
-    kind: Kind
+    kind: BatchKind
     window: AnyWindow
     ack: Ack | None = field(default=None, repr=False)
     """None where there is nothing to acknowledge."""
@@ -144,16 +144,16 @@ class Batch:
         return heapq.merge(*(batch.events() for batch in self.batches), key=lambda event: event.seq)
 
 
-def empty(at: Position) -> Batch:
+def empty_batch(at: Position) -> Batch:
     """Nothing came."""
-    return Batch(kind=Kind.EMPTY, window=Window(start=at, end=at))
+    return Batch(kind=BatchKind.EMPTY, window=Window(start=at, end=at))
 
 
-def bytes_of(window: AnyWindow) -> int:
+def window_bytes(window: AnyWindow) -> int:
     return sum(batch.data.nbytes for batch in window.batches)
 
 
-def numbered(window: AnyWindow, first: int) -> AnyWindow:
+def number_from(window: AnyWindow, first: int) -> AnyWindow:
     """The window with `_seq` counting from `first`."""
     by = first - first_seq(window) if window.batches else 0
     if not by:
@@ -170,16 +170,16 @@ def numbered(window: AnyWindow, first: int) -> AnyWindow:
     return replace(window, batches=tuple(moved))
 
 
-def following(windows: Sequence[AnyWindow], first: int) -> list[AnyWindow]:
+def number_in_sequence(windows: Sequence[AnyWindow], first: int) -> list[AnyWindow]:
     """The windows with `_seq` counting from `first` through all of them."""
     found = []
     for window in windows:
-        found.append(numbered(window, first))
+        found.append(number_from(window, first))
         first += window.rows
     return found
 
 
-def joined(windows: Sequence[AnyWindow]) -> AnyWindow:
+def join_windows(windows: Sequence[AnyWindow]) -> AnyWindow:
     """Windows that follow each other, in their numbers too, as one; only the first may continue a transaction, and
     none is open."""
     if len(windows) == 1:
@@ -196,13 +196,13 @@ def joined(windows: Sequence[AnyWindow]) -> AnyWindow:
     )
 
 
-def gathered(parts: Sequence[AnyWindow], last: AnyWindow) -> AnyWindow:
+def join_parts(parts: Sequence[AnyWindow], last: AnyWindow) -> AnyWindow:
     """A transaction that came in parts, with all that came with its end, as a window that continues nothing."""
     if not parts:
         return last
     assert last.continued_end is not None, "what finishes a transaction says where it ended"
     position = str(last.continued_end)
-    *parts, last = following([*parts, last], 0)
+    *parts, last = number_in_sequence([*parts, last], 0)
     batches = [_placed(batch, position) for part in parts for batch in part.batches]
     return replace(
         last,
@@ -213,7 +213,7 @@ def gathered(parts: Sequence[AnyWindow], last: AnyWindow) -> AnyWindow:
     )
 
 
-def parted(window: AnyWindow) -> tuple[AnyWindow, ...]:
+def split_off_transaction_end(window: AnyWindow) -> tuple[AnyWindow, ...]:
     """The window in two, where nothing of the transaction that it finishes is left but the news that it has ended."""
     ended = window.continued_end
     if ended is None or not window.rows or _position_of(window, first_seq(window)) == ended:
@@ -224,26 +224,26 @@ def parted(window: AnyWindow) -> tuple[AnyWindow, ...]:
 
 def _placed(batch: ChangeBatch, position: str) -> ChangeBatch:
     """The rows of a part, now that it is known where their transaction ended."""
-    names = [field.name for field in change.ALWAYS]
+    names = [field.name for field in change.REQUIRED]
     at = names.index(change.POSITION)
     column = pa.repeat(pa.scalar(position, pa.string()), len(batch))
-    return replace(batch, data=batch.data.add_column(at, change.ALWAYS[at], column))
+    return replace(batch, data=batch.data.add_column(at, change.REQUIRED[at], column))
 
 
-def split(window: AnyWindow, limits: Limits, size: int) -> tuple[AnyWindow, AnyWindow | None]:
+def split_to_limits(window: AnyWindow, limits: Limits, size: int) -> tuple[AnyWindow, AnyWindow | None]:
     """As much of the window, which has so many bytes, as a batch holds, and the rest."""
     room = max(1, min(limits.rows, limits.bytes * window.rows // max(size, 1)))
     if window.rows <= room:
         return window, None
     if window.open:
-        return cut(window, _beside_moves(window, room))
+        return split_at_row(window, _beside_moves(window, room))
     ends = _ends(window)
     fitting = int(np.searchsorted(ends, room, side="right"))
     if fitting:
-        return cut(window, int(ends[fitting - 1]))
+        return split_at_row(window, int(ends[fitting - 1]))
     if limits.transactions is Transactions.SPLIT:
-        return cut(window, _beside_moves(window, room))
-    return cut(window, int(ends[0]))
+        return split_at_row(window, _beside_moves(window, room))
+    return split_at_row(window, int(ends[0]))
 
 
 def _beside_moves(window: AnyWindow, rows: int) -> int:
@@ -256,7 +256,7 @@ def _beside_moves(window: AnyWindow, rows: int) -> int:
     return rows
 
 
-def cut(window: AnyWindow, rows: int) -> tuple[AnyWindow, AnyWindow | None]:
+def split_at_row(window: AnyWindow, rows: int) -> tuple[AnyWindow, AnyWindow | None]:
     """The first rows of a window and the rest: whole transactions, or an open window with a part of the first one."""
     if rows >= window.rows:
         return window, None
@@ -301,7 +301,7 @@ def cut(window: AnyWindow, rows: int) -> tuple[AnyWindow, AnyWindow | None]:
     return begun, rest
 
 
-def some_of(window: AnyWindow, begin: int, end: int) -> AnyWindow:
+def slice_window(window: AnyWindow, begin: int, end: int) -> AnyWindow:
     """Some rows of a window that is of no transaction."""
     if not begin and end >= window.rows:
         return window
@@ -310,7 +310,7 @@ def some_of(window: AnyWindow, begin: int, end: int) -> AnyWindow:
     return replace(window, batches=batches, rows=end - begin)
 
 
-def accepted(window: AnyWindow, rows: int) -> tuple[list[AnyWindow], AnyWindow]:
+def split_accepted(window: AnyWindow, rows: int) -> tuple[list[AnyWindow], AnyWindow]:
     """The first rows of a window, fewer than all: whole transactions, then a part of one; and the rest."""
     ends = _ends(window) if not window.open else np.empty(0, np.int64)
     done = int(np.searchsorted(ends, rows, side="right"))
@@ -319,7 +319,7 @@ def accepted(window: AnyWindow, rows: int) -> tuple[list[AnyWindow], AnyWindow]:
     rest: AnyWindow | None = window
     for count in (whole, rows - whole):
         if count and rest is not None:
-            part, rest = cut(rest, count)
+            part, rest = split_at_row(rest, count)
             found.append(part)
     assert rest is not None, "fewer rows than the window has"
     return found, rest
@@ -366,7 +366,7 @@ def _position_of(window: AnyWindow, seq: int) -> Position:
         seqs = _seqs(batch)
         at = int(np.searchsorted(seqs, seq))
         if at < len(seqs) and seqs[at] == seq:
-            return parse_position(type_of(window.end), batch.data.column(change.POSITION)[at].as_py())
+            return parse_position(position_type_of(window.end), batch.data.column(change.POSITION)[at].as_py())
     raise AssertionError("rows are numbered without a gap")
 
 
@@ -376,16 +376,16 @@ def _newest(batches: Sequence[ChangeBatch]) -> int:
 
 
 def _before(batches: Sequence[ChangeBatch], seq: int) -> tuple[ChangeBatch, ...]:
-    sliced = (sliced_batch(batch, 0, int(np.searchsorted(_seqs(batch), seq))) for batch in batches)
+    sliced = (slice_batch(batch, 0, int(np.searchsorted(_seqs(batch), seq))) for batch in batches)
     return tuple(batch for batch in sliced if len(batch))
 
 
 def _from(batches: Sequence[ChangeBatch], seq: int) -> tuple[ChangeBatch, ...]:
-    sliced = (sliced_batch(batch, int(np.searchsorted(_seqs(batch), seq)), len(batch)) for batch in batches)
+    sliced = (slice_batch(batch, int(np.searchsorted(_seqs(batch), seq)), len(batch)) for batch in batches)
     return tuple(batch for batch in sliced if len(batch))
 
 
-def sliced_batch(batch: ChangeBatch, begin: int, end: int) -> ChangeBatch:
+def slice_batch(batch: ChangeBatch, begin: int, end: int) -> ChangeBatch:
     """Some of the rows, with what is known of them counted again where it is not zero."""
     if end - begin == len(batch):
         return batch

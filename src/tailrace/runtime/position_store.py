@@ -15,15 +15,15 @@ from tailrace.capture.port import SourceId
 from tailrace.errors import ConfigError, StateCorrupt
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.position_kinds import Position, type_of
+from tailrace.model.position_kinds import Position, position_type_of
 from tailrace.runtime.output_batch import Batch
 from tailrace.state.checkpoint import Checkpoint, CheckpointStore, check_key
-from tailrace.storage.state_records import OtherFormat, hint_for
+from tailrace.storage.state_records import UnknownFormat, unreadable_hint
 from tailrace.validation import require_instance, require_methods
 
 FORMAT = 2
 """Of what stands in a checkpoint's metadata. Format 1 has passed no numbers over, and is read as that."""
-NUMBERS_PASSED = 100_000_000_000
+SEQS_SKIPPED = 100_000_000_000
 """So many numbers are passed over at once: more than were handed out behind any place. That is one batch, or one
 transaction in parts, and one of so many rows would be several terabytes of a server's log."""
 _NAMES = {"postgres": "postgresql"}
@@ -31,7 +31,7 @@ _HINT = "Restore the checkpoint from a copy, or `delete` it and seed it with a p
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ResumePoint:
     """How far a runtime is: everything up to here was acknowledged."""
 
     position: Position
@@ -42,37 +42,37 @@ class Place:
     """The history that the position is of; None: nobody said."""
     transaction: int | None = None
     """The last one that is in it, where that is known."""
-    scan: Mapping[str, Any] | None = None
+    snapshot_job: Mapping[str, Any] | None = None
     """The snapshot under way, as its source wrote it down."""
-    passed: int = 0
+    skipped_seqs: int = 0
     """How many numbers were passed over: no row has them, or one that was not acknowledged."""
 
     @property
     def next_seq(self) -> int:
         """`_seq` of the next row."""
-        return self.rows + self.passed
+        return self.rows + self.skipped_seqs
 
-    def renumbered(self) -> Place:
+    def with_seqs_skipped(self) -> ResumePoint:
         """The same place, with numbers to come that no row was ever handed out with, whoever did that and died. To be
         saved before they are used. Where a snapshot goes on or begins, other rows may come next than before."""
-        return replace(self, passed=self.passed + NUMBERS_PASSED)
+        return replace(self, skipped_seqs=self.skipped_seqs + SEQS_SKIPPED)
 
 
 @runtime_checkable
-class Keeper(Protocol):
+class PositionStore(Protocol):
     """Keeps a runtime's place."""
 
     takes_windows: bool
     """Whether it takes the source's windows as they come, and numbers their rows itself."""
 
-    def load(self) -> Place | None:
+    def load(self) -> ResumePoint | None:
         """The last place saved; None only if there never was one."""
 
-    def save(self, place: Place) -> None:
+    def save(self, place: ResumePoint) -> None:
         """Make it durable. When this raises, the place before or this one is kept, and nothing else."""
 
 
-class StoreKeeper:
+class CheckpointPositionStore:
     """Keeps the place as a checkpoint under a key."""
 
     takes_windows = False
@@ -82,7 +82,7 @@ class StoreKeeper:
         self._kind = "custom"
         """What the checkpoint calls a source that does not say which it is."""
 
-    def load(self) -> Place | None:
+    def load(self) -> ResumePoint | None:
         checkpoint = self._store.load(self._key)
         if checkpoint is None:
             return None
@@ -93,10 +93,12 @@ class StoreKeeper:
             return _place(checkpoint)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateCorrupt(
-                "the checkpoint's metadata is not what a runtime writes", key=self._key, hint=hint_for(error, _HINT)
+                "the checkpoint's metadata is not what a runtime writes",
+                key=self._key,
+                hint=unreadable_hint(error, _HINT),
             ) from error
 
-    def save(self, place: Place) -> None:
+    def save(self, place: ResumePoint) -> None:
         kind = place.source.kind if place.source else self._kind
         self._store.save(
             self._key,
@@ -109,35 +111,35 @@ class StoreKeeper:
         )
 
 
-def _metadata(place: Place) -> dict[str, Any]:
+def _metadata(place: ResumePoint) -> dict[str, Any]:
     return {
         "runtime": FORMAT,
         "rows": place.rows,
         "transactions": place.transactions,
         "source": asdict(place.source) if place.source else None,
-        "snapshot": place.scan,
-        "passed": place.passed,
+        "snapshot": place.snapshot_job,
+        "passed": place.skipped_seqs,
     }
 
 
-def _place(checkpoint: Checkpoint) -> Place:
+def _place(checkpoint: Checkpoint) -> ResumePoint:
     position, stored = checkpoint.position, checkpoint.metadata
     if "runtime" not in stored:  # seeded by hand, whatever else it says
-        return Place(position=position)
+        return ResumePoint(position=position)
     if stored["runtime"] not in (1, FORMAT):
-        raise OtherFormat(stored["runtime"], FORMAT)
+        raise UnknownFormat(stored["runtime"], FORMAT)
     source = SourceId(**stored["source"]) if stored["source"] else None
     scan = stored["snapshot"]
     if scan is not None and not isinstance(scan, dict):
         raise TypeError("a snapshot is an object")
-    return Place(
+    return ResumePoint(
         position=position,
         rows=int(stored["rows"]),
         transactions=int(stored["transactions"]),
         source=source,
         transaction=None if checkpoint.transaction is None else int(checkpoint.transaction),
-        scan=scan,
-        passed=int(stored["passed"]) if stored["runtime"] > 1 else 0,
+        snapshot_job=scan,
+        skipped_seqs=int(stored["passed"]) if stored["runtime"] > 1 else 0,
     )
 
 
@@ -170,10 +172,10 @@ class LogSink:
     def flush(self, caught_up: bool) -> None:
         """What was appended is durable."""
 
-    def load(self) -> Place | None:
-        return Place(position=self._log.position) if self._log.position > ZERO else None
+    def load(self) -> ResumePoint | None:
+        return ResumePoint(position=self._log.position) if self._log.position > ZERO else None
 
-    def save(self, place: Place) -> None:
+    def save(self, place: ResumePoint) -> None:
         """Nothing to do for what was appended; a position that moved without changes is an empty commit."""
         position = _lsn(place.position)
         if position > self._log.position:
@@ -184,7 +186,7 @@ def _lsn(position: Position) -> Lsn:
     if not isinstance(position, Lsn):
         raise ConfigError(
             "a change log keeps PostgreSQL's positions, and no others yet",
-            found=type_of(position).value,
+            found=position_type_of(position).value,
             hint="Give the runtime a checkpoint store, and a sink of another kind.",
         )
     return position

@@ -5,28 +5,28 @@ from __future__ import annotations
 from tailrace.model.batch import AnyWindow
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system_streams import is_system
-from tailrace.runtime.observers import ShapeSeen, Telling
-from tailrace.state.recorded_stream import SchemaFeed
+from tailrace.runtime.observers import ObserverList, SchemaSeen
+from tailrace.state.recorded_stream import SchemaRecorder
 from tailrace.state.schema_history import SchemaHistory
 
 
-class Shapes:
+class WindowSchemaRecorder:
     """Tells the history, and observers."""
 
-    def __init__(self, history: SchemaHistory | None, tell: Telling) -> None:
+    def __init__(self, history: SchemaHistory | None, tell: ObserverList) -> None:
         self._history, self._tell = history, tell
-        self._feed = SchemaFeed(history) if history is not None else None
+        self._feed = SchemaRecorder(history) if history is not None else None
         self._seen: dict[TableId, TableSchema] = {}
 
-    def reopened(self) -> None:
+    def restart(self) -> None:
         """Rows come again, and with them shapes of before."""
         if self._history is not None:
-            self._feed = SchemaFeed(self._history)
+            self._feed = SchemaRecorder(self._history)
 
-    def see(self, window: AnyWindow) -> None:
+    def record_schemas(self, window: AnyWindow) -> None:
         """To be called before anyone is given the window."""
         if self._feed is not None:
-            self._feed.take(window)
+            self._feed.record_window(window)
         if not self._tell:
             return
         for batch in window.batches:
@@ -35,4 +35,4 @@ class Shapes:
             if known is not shape:
                 self._seen[shape.table] = shape
                 if known != shape and not is_system(shape):
-                    self._tell(ShapeSeen(table=shape.table, columns=len(shape.columns)))
+                    self._tell(SchemaSeen(table=shape.table, columns=len(shape.columns)))

@@ -28,15 +28,15 @@ from tailrace.model.batch import ChangeBatch
 from tailrace.model.event import Event
 from tailrace.model.event_json import to_json_line
 from tailrace.model.schema import TableId
-from tailrace.runtime.handle import named
+from tailrace.runtime.handle import require_distinct_tables
 from tailrace.runtime.output_batch import Batch, first_seq
 from tailrace.validation import (
-    folder_named,
-    require_function,
+    require_callable,
+    require_folder,
     require_instance,
+    require_integer,
     require_methods,
     require_seconds,
-    require_whole,
 )
 
 Encode = Callable[[Event], str]
@@ -63,7 +63,7 @@ class Sink(Protocol):
         Where that turns out only afterwards, it is called once more, with nothing written between."""
 
 
-def rejected_of(answer: object) -> Sequence[Rejected]:
+def require_rejected(answer: object) -> Sequence[Rejected]:
     """What a sink said of a batch; nothing at all means that it took every row."""
     if answer is None:
         return ()
@@ -123,7 +123,7 @@ class _Lines:
     """Lines that were written and not flushed; a batch that comes again takes its own place."""
 
     def __init__(self, encode: Encode) -> None:
-        require_function("encode", encode, "Give a function of an event that gives a line: `encode=to_json_line`.")
+        require_callable("encode", encode, "Give a function of an event that gives a line: `encode=to_json_line`.")
         self._encode = encode
         self._held: list[tuple[Batch, list[str]]] = []
 
@@ -199,10 +199,10 @@ class JsonlSink:
     ) -> None:
         if fsync not in ("always", "interval", "never"):
             raise ConfigError("there is no such `fsync`", hint="It is `always`, `interval` or `never`.")
-        require_whole("bytes_max", bytes_max, least=1)
-        require_whole("fsync_bytes", fsync_bytes, least=1)
+        require_integer("bytes_max", bytes_max, least=1)
+        require_integer("fsync_bytes", fsync_bytes, least=1)
         require_seconds("fsync_seconds", fsync_seconds, endless=True)
-        self._folder, self._bytes_max, self._fsync = folder_named(folder, "the files"), bytes_max, fsync
+        self._folder, self._bytes_max, self._fsync = require_folder(folder, "the files"), bytes_max, fsync
         self._fsync_seconds, self._fsync_bytes = fsync_seconds, fsync_bytes
         self._lines = _Lines(encode)
         self._unsynced, self._synced_at = 0, time.monotonic()
@@ -391,7 +391,7 @@ class FanOut:
         self._sinks = sinks
 
     def write(self, batch: Batch) -> Sequence[Rejected]:
-        return [rejected for sink in self._sinks for rejected in rejected_of(sink.write(batch))]
+        return [rejected for sink in self._sinks for rejected in require_rejected(sink.write(batch))]
 
     def flush(self, caught_up: bool) -> None:
         for sink in self._sinks:
@@ -409,7 +409,7 @@ class TableRouter:
         require_instance("routes", routes, Mapping, 'Give `{TableId("public", "orders"): sink}`.')
         if not routes and otherwise is None:
             raise ConfigError("every row would be rejected", hint="Name a sink for a table, or `otherwise`.")
-        named(routes)
+        require_distinct_tables(routes)
         for sink in (*routes.values(), *([otherwise] if otherwise is not None else [])):
             require_sink("sink", sink)
         self._routes, self._otherwise = dict(routes), otherwise
@@ -426,7 +426,7 @@ class TableRouter:
             else:
                 parts.setdefault(id(sink), (sink, []))[1].append(rows)
         for sink, some in parts.values():
-            rejected += rejected_of(sink.write(batch.with_rows(some)))
+            rejected += require_rejected(sink.write(batch.with_rows(some)))
         return rejected
 
     def flush(self, caught_up: bool) -> None:

@@ -11,54 +11,54 @@ from typing import Any
 
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
-from tailrace.runtime.position_store import Place
+from tailrace.runtime.position_store import ResumePoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SnapshotJob:
     """A snapshot: what is read, and how far it is."""
 
     id: str
     tables: tuple[TableId, ...]
-    live: bool
+    incremental: bool
     where: str | None
     rows: int = 0
-    cursor: Mapping[str, Any] | None = None
+    scan_record: Mapping[str, Any] | None = None
     """The source's own record."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "tables": [[table.schema, table.name] for table in self.tables],
-            "live": self.live,
+            "live": self.incremental,
             "where": self.where,
             "rows": self.rows,
-            "cursor": self.cursor,
+            "cursor": self.scan_record,
         }
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> Job:
+    def from_json(cls, stored: Mapping[str, Any]) -> SnapshotJob:
         return cls(
             id=stored["id"],
             tables=tuple(TableId(*names) for names in stored["tables"]),
-            live=stored["live"],
+            incremental=stored["live"],
             where=stored["where"],
             rows=stored["rows"],
-            cursor=stored["cursor"],
+            scan_record=stored["cursor"],
         )
 
 
-def require_sound(place: Place | None, bulk: Sequence[TableId], live: Sequence[TableId]) -> None:
+def require_compatible_snapshot(place: ResumePoint | None, bulk: Sequence[TableId], live: Sequence[TableId]) -> None:
     """Refuse settings that do not go together, or not with the snapshot that the place tells of."""
     if bulk and live:
         raise ConfigError(
             "`snapshot_tables` and `incremental_snapshot` do not go together",
             hint="Read tables before the stream, or beside it: give one of the two.",
         )
-    if place is None or place.scan is None:
+    if place is None or place.snapshot_job is None:
         return
-    job = Job.from_json(place.scan)
-    if job.live:
+    job = SnapshotJob.from_json(place.snapshot_job)
+    if job.incremental:
         return
     if live:
         raise ConfigError(

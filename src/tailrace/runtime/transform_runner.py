@@ -15,19 +15,21 @@ from tailrace.capture.port import Stream
 from tailrace.errors import ConfigError, SinkError, TailraceError
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position_kinds import P
-from tailrace.runtime.observers import RuleUnmatched, SetAside, Telling
-from tailrace.transforms.rules import RulesGiven, Transforms
+from tailrace.runtime.observers import ObserverList, RowsDeadLettered, RuleUnmatched
+from tailrace.transforms.rules import RulesInput, Transforms
 
 if TYPE_CHECKING:
-    from tailrace.transforms.transform_plan import Letter, OnLetter, TransformPlan
+    from tailrace.transforms.transform_plan import DeadLetter, OnDeadLetter, TransformPlan
 
 log = logging.getLogger(__name__)
 
 
-class Ruling:
+class TransformRunner:
     """The rules of a runtime; or none, which lets everything pass."""
 
-    def __init__(self, rules: RulesGiven | TransformPlan | None, on_letter: OnLetter | None, tell: Telling) -> None:
+    def __init__(
+        self, rules: RulesInput | TransformPlan | None, on_letter: OnDeadLetter | None, tell: ObserverList
+    ) -> None:
         self._plan = None if rules is None else _made_ready(rules)
         self._on_letter, self._tell = on_letter, tell
         for rule in self._plan.transforms.rules if self._plan is not None else ():
@@ -43,7 +45,7 @@ class Ruling:
         if self._plan is not None:
             self._plan.require_keys()
 
-    def stream(self, stream: Stream[P]) -> Stream[P]:
+    def transform_stream(self, stream: Stream[P]) -> Stream[P]:
         """The stream as the rules show it."""
         if self._plan is None:
             return stream
@@ -51,11 +53,11 @@ class Ruling:
 
         return TransformedStream(stream, self._plan, self._take)
 
-    def sifted(self, batches: Sequence[ChangeBatch]) -> tuple[ChangeBatch, ...]:
+    def transform_batches(self, batches: Sequence[ChangeBatch]) -> tuple[ChangeBatch, ...]:
         """The rows that the rules let through, each with the `_seq` it had."""
-        return tuple(batches) if self._plan is None else self._plan.sifted(batches, self._take)
+        return tuple(batches) if self._plan is None else self._plan.apply_all(batches, self._take)
 
-    def _take(self, letter: Letter) -> None:
+    def _take(self, letter: DeadLetter) -> None:
         assert self._on_letter is not None, "no rule sets rows aside without it"
         table, rows = letter.batch.schema.table, len(letter.batch)
         try:
@@ -70,16 +72,16 @@ class Ruling:
                 rows=rows,
                 hint="Mend what `on_letter` does; raise `SinkUnready` in it for what waiting mends.",
             ) from error
-        self._tell(SetAside(rule=letter.rule, table=table, rows=rows, cause=letter.cause))
+        self._tell(RowsDeadLettered(rule=letter.rule, table=table, rows=rows, cause=letter.cause))
 
-    def tell_unmatched(self) -> None:
+    def report_unmatched(self) -> None:
         """Name the rules that have had nothing to do."""
-        for idle in self._plan.unmatched() if self._plan is not None else ():
-            log.warning("rule never matched", extra={"rule": idle.rule, "why": idle.why})
-            self._tell(RuleUnmatched(rule=idle.rule, why=idle.why))
+        for idle in self._plan.unmatched_rules() if self._plan is not None else ():
+            log.warning("rule never matched", extra={"rule": idle.rule, "why": idle.reason})
+            self._tell(RuleUnmatched(rule=idle.rule, reason=idle.reason))
 
 
-def _made_ready(rules: RulesGiven | TransformPlan) -> TransformPlan | None:
+def _made_ready(rules: RulesInput | TransformPlan) -> TransformPlan | None:
     """Only a runtime that has rules loads what they are computed with."""
     if not rules and isinstance(rules, Transforms | list | tuple | Mapping):
         return None

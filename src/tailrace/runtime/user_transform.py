@@ -19,7 +19,7 @@ Transform: TypeAlias = Callable[[ChangeBatch], ChangeBatch]
 _OWN = (change.OP, change.SEQ, change.TX, change.TX_INDEX, change.COMMITTED_AT)
 
 
-def transformed(window: AnyWindow, transform: Transform | None) -> AnyWindow:
+def transform_window(window: AnyWindow, transform: Transform | None) -> AnyWindow:
     """The window as the function makes it."""
     if transform is None:
         return window

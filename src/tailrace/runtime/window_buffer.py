@@ -14,10 +14,19 @@ from tailrace.errors import ConfigError
 from tailrace.model.batch import AnyWindow
 from tailrace.model.position import ZERO
 from tailrace.model.position_kinds import Position
-from tailrace.runtime.output_batch import Limits, Transactions, bytes_of, following, gathered, joined, parted, split
+from tailrace.runtime.output_batch import (
+    Limits,
+    Transactions,
+    join_parts,
+    join_windows,
+    number_in_sequence,
+    split_off_transaction_end,
+    split_to_limits,
+    window_bytes,
+)
 
 
-class Buffer:
+class WindowBuffer:
     """Windows between a stream and a batch. `as_they_come` cuts, joins and numbers nothing."""
 
     def __init__(self, limits: Limits, *, as_they_come: bool) -> None:
@@ -27,38 +36,38 @@ class Buffer:
         """Each with its size in bytes; asking Arrow for it is not free."""
         self._parts: list[AnyWindow] = []
         """Of a transaction that has not ended and is to be handed out whole."""
-        self.upto: Position = ZERO
+        self.read_until: Position = ZERO
         """Everything that ended up to here was taken."""
 
-    def forget(self, position: Position) -> None:
+    def reset(self, position: Position) -> None:
         """Begin anew at a position."""
         self._windows.clear()
         self._parts.clear()
-        self.upto = position
+        self.read_until = position
 
-    def take(self, window: AnyWindow) -> None:
+    def add(self, window: AnyWindow) -> None:
         """Keep a window that has rows, or finishes a transaction."""
         if not window.continues and not self._as_they_come:
             self._drop_unfinished()  # they come again with it
-        self.upto = window.end
+        self.read_until = window.end
         if self._as_they_come:
             self._keep(window)
             return
         if self._limits.transactions is Transactions.SPLIT:
-            for part in parted(window):
+            for part in split_off_transaction_end(window):
                 self._keep(part)
         elif window.open:
             self._parts.append(window)
             self._require_room()
         else:
-            self._keep(gathered(self._parts, window))
+            self._keep(join_parts(self._parts, window))
             self._parts.clear()
 
     def _keep(self, window: AnyWindow) -> None:
-        self._windows.append((window, 0 if self._as_they_come else bytes_of(window)))
+        self._windows.append((window, 0 if self._as_they_come else window_bytes(window)))
 
     def _require_room(self) -> None:
-        size = sum(map(bytes_of, self._parts))
+        size = sum(map(window_bytes, self._parts))
         if size > self._limits.transaction_bytes:
             raise ConfigError(
                 "a transaction is too large to be handed out whole",
@@ -79,7 +88,7 @@ class Buffer:
             window, its_size = self._windows.popleft()
             picked.append(window)
             rows, size = rows + window.rows, size + its_size
-        found, rest = split(joined(following(picked, first_seq)), self._limits, size)
+        found, rest = split_to_limits(join_windows(number_in_sequence(picked, first_seq)), self._limits, size)
         if rest is not None:
             self.put_back(rest)
         return found
@@ -105,27 +114,27 @@ class Buffer:
         return bool(self._windows)
 
     @property
-    def gathering(self) -> bool:
+    def has_open_transaction(self) -> bool:
         """Whether a transaction is under way here."""
         return bool(self._parts) or bool(self._windows and self._windows[-1][0].open)
 
     def put_back(self, window: AnyWindow) -> None:
         """The rest of what was handed out comes next."""
-        self._windows.appendleft((window, bytes_of(window)))
+        self._windows.appendleft((window, window_bytes(window)))
 
-    def take_back(self, window: AnyWindow) -> None:
+    def undo_put_back(self, window: AnyWindow) -> None:
         """What was put back is still handed out."""
         if self._windows and self._windows[0][0] is window:
             self._windows.popleft()
 
-    def lose(self, position: Position) -> bool:
+    def handle_stream_loss(self, position: Position) -> bool:
         """The stream is gone, while nothing of it was handed out and not acknowledged: what has not come whole comes
         again, and what has is kept. Whether nothing is left."""
         self._drop_unfinished()
         if not self._windows or self._as_they_come:
-            self.forget(position)
+            self.reset(position)
             return True
-        self.upto = self._windows[-1][0].end
+        self.read_until = self._windows[-1][0].end
         return False
 
     def _drop_unfinished(self) -> None:
@@ -138,7 +147,7 @@ class Buffer:
         not ended."""
         all_of_it: Sequence[AnyWindow] = [*(window for window, _ in self._windows), *self._parts]
         if not self._as_they_come:
-            all_of_it = following(all_of_it, first_seq)
+            all_of_it = number_in_sequence(all_of_it, first_seq)
         whole, parts = tuple(all_of_it[: len(self._windows)]), tuple(all_of_it[len(self._windows) :])
         self._windows.clear()
         self._parts.clear()

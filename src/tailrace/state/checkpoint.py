@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from tailrace.errors import ConfigError, PositionRewound, StateCorrupt, StateError, StateForeign
-from tailrace.model.position_kinds import Position, PositionType, parse_position, reaches, type_of
+from tailrace.model.position_kinds import Position, PositionType, parse_position, position_type_of, reaches
 
 KEY_BYTES_MAX = 150
 """In UTF-8: with what stands around it when a file is written aside, it is still a name that a disk takes."""
@@ -71,7 +71,7 @@ class Checkpoint:
 
     @property
     def position_type(self) -> PositionType:
-        return type_of(self.position)
+        return position_type_of(self.position)
 
     @property
     def age_seconds(self) -> float:
@@ -137,16 +137,16 @@ class Checkpoint:
     def from_json(cls, stored: Mapping[str, Any]) -> Checkpoint:
         """What `to_json` gave. Anything else is damage: it is never taken for no checkpoint."""
         try:
-            return read_stored(stored)
+            return parse_checkpoint(stored)
         except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
             raise StateCorrupt(
-                f"a checkpoint cannot be read: {reason_of(error)}",
+                f"a checkpoint cannot be read: {unreadable_reason(error)}",
                 hint="Restore it from a copy. Without one, `delete` it and seed it with a position that the sink "
                 "certainly has.",
             ) from error
 
 
-def read_stored(stored: Mapping[str, Any]) -> Checkpoint:
+def parse_checkpoint(stored: Mapping[str, Any]) -> Checkpoint:
     """What `to_json` gave; ConfigError, or ValueError and what goes with it, for anything else."""
     found = Checkpoint.parse(
         source_type=stored["source_type"],
@@ -162,7 +162,7 @@ def read_stored(stored: Mapping[str, Any]) -> Checkpoint:
     return found
 
 
-def reason_of(error: Exception) -> str:
+def unreadable_reason(error: Exception) -> str:
     """Why a record cannot be read, in words."""
     match error:
         case ConfigError():

@@ -10,7 +10,7 @@ import os
 import threading
 
 from tailrace.errors import ConfigError
-from tailrace.state.checkpoint import Checkpoint, check_key, read_stored, reason_of, require_checkpoint
+from tailrace.state.checkpoint import Checkpoint, check_key, parse_checkpoint, require_checkpoint, unreadable_reason
 from tailrace.storage import state_records
 from tailrace.storage.owned_folder import StateFolder
 
@@ -106,7 +106,7 @@ class FileCheckpointStore:
             if content is None or self._folder.read_only or self._durable.get(key, (None,))[0] == content:
                 return found
             # Whoever loads it tells the source that all up to here may go.
-            self._folder.renew(key + _SUFFIX)
+            self._folder.make_durable(key + _SUFFIX)
             self._durable[key] = (content, None)
             return found
 
@@ -127,7 +127,7 @@ class FileCheckpointStore:
         try:
             return check_key(name.removesuffix(_SUFFIX))
         except ConfigError as error:
-            raise self._folder.corrupt(name, error.message, "It is none of ours: move it away.") from error
+            raise self._folder.corrupt_error(name, error.message, "It is none of ours: move it away.") from error
 
     def _decoded(self, key: str, content: bytes | None) -> Checkpoint | None:
         name = key + _SUFFIX
@@ -137,7 +137,7 @@ class FileCheckpointStore:
             stored = state_records.decode(content, FORMAT)
             if stored["key"] != key:
                 raise ValueError("it is the checkpoint of another key, or of one that differs in case only")
-            return read_stored(stored)
+            return parse_checkpoint(stored)
         except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
-            hint = state_records.hint_for(error, _HINT)
-            raise self._folder.corrupt(name, reason_of(error), hint) from error
+            hint = state_records.unreadable_hint(error, _HINT)
+            raise self._folder.corrupt_error(name, unreadable_reason(error), hint) from error

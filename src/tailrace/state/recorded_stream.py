@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Generic
 
-from tailrace.capture.port import OfTimeline, Stream
+from tailrace.capture.port import HasTimeline, Stream
 from tailrace.capture.stream_checks import require_stream
 from tailrace.model import change
 from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.evolution import same_version
-from tailrace.model.position_kinds import P, Position, parse_position, reaches, type_of
+from tailrace.model.position_kinds import P, Position, parse_position, position_type_of, reaches
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system_streams import is_system
 from tailrace.state.schema_history import SchemaEvent, SchemaHistory, SchemaVersion
 from tailrace.validation import require_methods
 
 
-class SchemaFeed:
+class SchemaRecorder:
     """Tells a history of the shapes in windows. One for each opening of a stream; one thread uses it."""
 
     def __init__(self, history: SchemaHistory) -> None:
@@ -31,7 +31,7 @@ class SchemaFeed:
         """What rows of each table had last; a stream gives the same object again and again."""
         self._at: dict[TableId, SchemaVersion] = {}
 
-    def take(self, window: AnyWindow) -> None:
+    def record_window(self, window: AnyWindow) -> None:
         """Have every shape of the window in the history. To be called before anyone is given the window."""
         for batch in window.batches:
             if self._shapes.get(batch.schema.table) is not batch.schema and not is_system(batch.schema):
@@ -45,7 +45,7 @@ class SchemaFeed:
         begin = _place(chain, start) if known is None else _index(chain, known)
         # The newest one is told again: it adds nothing, but the history hears what is known of the table now.
         for version in chain[begin:-1]:
-            if version.event is not SchemaEvent.DROP and same_version(version.shape, shape):
+            if version.event is not SchemaEvent.DROP and same_version(version.schema, shape):
                 self._at[shape.table] = version
                 return
         time, position = _first_row(batch, start)
@@ -72,7 +72,7 @@ def _first_row(batch: ChangeBatch, start: Position) -> tuple[datetime, Position 
     time: datetime = batch.data.column(change.COMMITTED_AT)[0].as_py()
     if change.POSITION not in batch.data.schema.names:
         return time, None
-    return time, parse_position(type_of(start), batch.data.column(change.POSITION)[0].as_py())
+    return time, parse_position(position_type_of(start), batch.data.column(change.POSITION)[0].as_py())
 
 
 class RecordedStream(Generic[P]):
@@ -81,10 +81,10 @@ class RecordedStream(Generic[P]):
     def __init__(self, stream: Stream[P], history: SchemaHistory) -> None:
         require_stream(stream)
         require_methods("history", history, ("record", "latest"), 'Give `FileSchemaHistory("state/shapes")`.')
-        self._stream, self._feed = stream, SchemaFeed(history)
+        self._stream, self._feed = stream, SchemaRecorder(history)
         self._untold: Window[P] | None = None
         """Read, and not in the history yet: a stream may give it only once."""
-        if isinstance(stream, OfTimeline):
+        if isinstance(stream, HasTimeline):
             self.timeline = stream.timeline
 
     @property
@@ -97,7 +97,7 @@ class RecordedStream(Generic[P]):
             self._untold = self._stream.read(after, wait_seconds)
         window = self._untold
         if window is not None:
-            self._feed.take(window)
+            self._feed.record_window(window)
         self._untold = None
         return window
 

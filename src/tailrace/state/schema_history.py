@@ -20,9 +20,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple, Protocol, Self
 
 from tailrace.errors import ConfigError, StateTrimmed
-from tailrace.model.catalogue_facts import Facts
-from tailrace.model.evolution import Change, Evolution, Kind, evolve, same_version
-from tailrace.model.position_kinds import Position, PositionType, parse_position, type_of
+from tailrace.model.catalogue_facts import CatalogueFacts
+from tailrace.model.evolution import Evolution, SchemaChange, SchemaChangeKind, compare_schemas, same_version
+from tailrace.model.position_kinds import Position, PositionType, parse_position, position_type_of
 from tailrace.model.schema import TableId, TableSchema
 
 KEEP_LAST = 256
@@ -45,7 +45,7 @@ class SchemaVersion:
     table: TableId
     version: int
     event: SchemaEvent
-    shape: TableSchema
+    schema: TableSchema
     """Of a table that was dropped, the last one."""
     evolution: Evolution | None = None
     """What became of the table since the version before; None: there was none to compare with."""
@@ -64,11 +64,11 @@ class SchemaVersion:
             "version": self.version,
             "event": self.event.value,
             "time": time,
-            "position_type": self.position and type_of(self.position).value,
+            "position_type": self.position and position_type_of(self.position).value,
             "position": self.position and str(self.position),
             "ddl": self.ddl,
             "evolution": self.evolution and self.evolution.to_json(),
-            "shape": self.shape.to_json(),
+            "shape": self.schema.to_json(),
         }
 
     @classmethod
@@ -78,7 +78,7 @@ class SchemaVersion:
             table=TableId.from_json(stored),
             version=stored["version"],
             event=SchemaEvent(stored["event"]),
-            shape=TableSchema.from_json(stored["shape"]),
+            schema=TableSchema.from_json(stored["shape"]),
             evolution=Evolution.from_json(stored["evolution"]) if stored["evolution"] else None,
             ddl=stored["ddl"],
             time=datetime.fromisoformat(stored["time"]) if stored["time"] else None,
@@ -183,7 +183,7 @@ class MemorySchemaHistory:
         self._kept: dict[TableId, list[SchemaVersion]] = {}
         self._tables: dict[int, TableId] = {}
         """By the source's number: who has it now."""
-        self._facts: dict[TableId, Facts] = {}
+        self._facts: dict[TableId, CatalogueFacts] = {}
         """What was told last of its newest version."""
         self._one_at_a_time = threading.RLock()
 
@@ -223,7 +223,7 @@ class MemorySchemaHistory:
             )
         return self._record(shape, _happened(time, position, ddl))
 
-    def retell(
+    def import_version(
         self, shape: TableSchema, *, time: datetime | None, position: Position | None, evolution: Evolution | None
     ) -> SchemaVersion:
         """Record what somebody else has kept: of what is old the time may not be known, and what became of the table
@@ -248,10 +248,10 @@ class MemorySchemaHistory:
                 before = self._told(origin)
                 if origin.event is not SchemaEvent.DROP:
                     gone = _renamed(origin.table, table)
-                    self._keep(happened, SchemaEvent.DROP, origin.shape, origin.table, gone)
+                    self._keep(happened, SchemaEvent.DROP, origin.schema, origin.table, gone)
             if before is None:
                 return self._keep(happened, SchemaEvent.CREATE, shape, table)
-            return self._keep(happened, SchemaEvent.ALTER, shape, table, evolution or evolve(before, shape))
+            return self._keep(happened, SchemaEvent.ALTER, shape, table, evolution or compare_schemas(before, shape))
 
     def drop(
         self, table: TableId, *, time: datetime | None = None, position: Position | None = None, ddl: str | None = None
@@ -263,13 +263,13 @@ class MemorySchemaHistory:
             latest = self._latest(table)
             if latest is None or latest.event is SchemaEvent.DROP:
                 return latest
-            return self._keep(happened, SchemaEvent.DROP, latest.shape, table)
+            return self._keep(happened, SchemaEvent.DROP, latest.schema, table)
 
     def _origin(self, shape: TableSchema) -> SchemaVersion | None:
         """The newest version of the table that had this one's number under another name."""
         named = self._tables.get(shape.relation)
         latest = self._latest(named) if named is not None and named != shape.table else None
-        if latest is None or latest.shape.relation != shape.relation:
+        if latest is None or latest.schema.relation != shape.relation:
             return None
         if latest.event is not SchemaEvent.DROP:
             return latest
@@ -277,7 +277,7 @@ class MemorySchemaHistory:
         return latest if latest.evolution == _renamed(latest.table, shape.table) else None
 
     def _told(self, latest: SchemaVersion) -> TableSchema:
-        return replace(latest.shape, facts=self._facts.get(latest.table, latest.shape.facts))
+        return replace(latest.schema, facts=self._facts.get(latest.table, latest.schema.facts))
 
     def _keep(
         self,
@@ -292,7 +292,7 @@ class MemorySchemaHistory:
             table=table,
             version=latest.version + 1 if latest else 1,
             event=event,
-            shape=shape,
+            schema=shape,
             evolution=evolution,
             ddl=happened.ddl,
             time=happened.time,
@@ -308,9 +308,9 @@ class MemorySchemaHistory:
         self._kept.setdefault(version.table, []).append(version)
         self._facts.pop(version.table, None)
         if version.event is not SchemaEvent.DROP:
-            self._tables[version.shape.relation] = version.table
+            self._tables[version.schema.relation] = version.table
         else:
-            self._tables.setdefault(version.shape.relation, version.table)
+            self._tables.setdefault(version.schema.relation, version.table)
 
     def _trim(self, table: TableId, retention: Retention) -> None:
         kept = self._kept[table]
@@ -378,12 +378,14 @@ def _gone(kept: Sequence[SchemaVersion]) -> StateTrimmed:
 
 
 def _renamed(old: TableId, new: TableId) -> Evolution:
-    return Evolution(changes=(Change(kind=Kind.RENAME_TABLE, was=str(old), now=str(new)),), rewritten=False)
+    return Evolution(
+        changes=(SchemaChange(kind=SchemaChangeKind.RENAME_TABLE, old=str(old), new=str(new)),), rewritten=False
+    )
 
 
 def _happened(time: datetime | None, position: Position | None, ddl: str | None) -> _Happened:
     if position is not None:
-        type_of(position)
+        position_type_of(position)
     if ddl is not None and not isinstance(ddl, str):
         raise ConfigError("`ddl` is no text", found=type(ddl).__name__, hint="Give the statement, or nothing.")
     return _Happened(datetime.now(UTC) if time is None else _with_zone(time), position, ddl)

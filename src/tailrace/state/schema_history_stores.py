@@ -17,7 +17,7 @@ from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
 from tailrace.state.schema_history import DEFAULT_RETENTION, MemorySchemaHistory, Retention, SchemaEvent, SchemaVersion
 from tailrace.storage import local, state_records
-from tailrace.storage.owned_folder import StateFolder, explained
+from tailrace.storage.owned_folder import StateFolder, explain_errors
 
 FORMAT = 1
 _NAME = re.compile(r"[0-9a-f]{32}\.[1-9][0-9]{0,9}\.json")
@@ -98,9 +98,9 @@ class FileSchemaHistory(MemorySchemaHistory):
     def _make_durable(self) -> None:
         """Names that a predecessor gave, and the one that we could not."""
         if self._doubtful in self._read:
-            self._folder.renew(self._doubtful)
+            self._folder.make_durable(self._doubtful)
         self._doubtful = None
-        with explained(self._folder.path, self._folder.what):
+        with explain_errors(self._folder.path, self._folder.what):
             local.sync_folder(self._folder.path)
 
     def _require_dense(self) -> None:
@@ -108,14 +108,14 @@ class FileSchemaHistory(MemorySchemaHistory):
             first = kept[0].version
             for place, version in enumerate(kept):
                 if version.version != first + place:
-                    raise self._folder.corrupt(_name(table, first + place), "it is missing", _HINT)
+                    raise self._folder.corrupt_error(_name(table, first + place), "it is missing", _HINT)
 
     def _hand_out_numbers(self) -> None:
         """A table that was renamed gave its number to another: whoever has it now is not the one read last."""
         latest = [kept[-1] for kept in self._kept.values()]
         self._tables = {}
         for version in sorted(latest, key=lambda version: version.event is SchemaEvent.DROP):
-            self._tables.setdefault(version.shape.relation, version.table)
+            self._tables.setdefault(version.schema.relation, version.table)
 
     def _version(self, name: str) -> SchemaVersion | None:
         content = self._folder.read(name)
@@ -127,9 +127,9 @@ class FileSchemaHistory(MemorySchemaHistory):
                 raise ValueError("it belongs to another place")
             return version
         except ConfigError as error:
-            raise self._folder.corrupt(name, error.message, _HINT) from error
+            raise self._folder.corrupt_error(name, error.message, _HINT) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
-            raise self._folder.corrupt(name, error, state_records.hint_for(error, _HINT)) from error
+            raise self._folder.corrupt_error(name, error, state_records.unreadable_hint(error, _HINT)) from error
 
 
 def _name(table: TableId, version: int) -> str:

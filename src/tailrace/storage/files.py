@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING, BinaryIO, overload
 
 from tailrace.errors import LogFenced, LogFull, LogUnreachable, LogUnusable
 from tailrace.storage import local, objects
-from tailrace.storage.local import Doubtful
-from tailrace.storage.objects import Meta, ObjectPath, Refused, Unreachable
-from tailrace.validation import folder_named
+from tailrace.storage.local import DurabilityUnknown
+from tailrace.storage.objects import ObjectMeta, ObjectPath, StoreRefused, StoreUnreachable
+from tailrace.validation import require_folder
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 LogPath = Path | ObjectPath
 """A file or folder of the log, wherever the log is."""
-Stamp = tuple[int, int] | Meta
+FileStamp = tuple[int, int] | ObjectMeta
 """What tells one content of a name from the next."""
 
 _HINTS = {
@@ -51,33 +51,35 @@ _HINTS = {
     errno.ENOENT: "Start `tailrace run` or `tailrace capture` first; they make the log.",
     errno.ENOTDIR: "A file stands where the log's folder should be: set `log:` to another folder.",
 }
-STORE_TROUBLE = (Unreachable, Refused)
+STORE_ERRORS = (StoreUnreachable, StoreRefused)
 """Says nothing of the file that was asked for: whoever takes one that cannot be read for none must not take this so."""
 
 
-class _DoubtfulObject(Doubtful):
+class _ObjectDurabilityUnknown(DurabilityUnknown):
     """It may have been done, or may yet be: a request that is under way cannot be called back."""
 
-    def __init__(self, error: Unreachable, path: ObjectPath) -> None:
+    def __init__(self, error: StoreUnreachable, path: ObjectPath) -> None:
         super().__init__(error.args[0])
         self.filename = str(path)
 
 
-class Pending:
+class UnsentObject:
     """What is written aside on the way into an object store."""
 
     def __init__(self) -> None:
         self.content = b""
 
 
-Aside = Path | Pending
+TempFile = Path | UnsentObject
 
 
-def place(given: Path | ObjectPath | str, *, endpoint: str | None = None, region: str | None = None) -> LogPath:
+def parse_log_path(
+    given: Path | ObjectPath | str, *, endpoint: str | None = None, region: str | None = None
+) -> LogPath:
     """A folder's path, or `s3://bucket/prefix`; whatever else the store needs comes from the environment."""
     if isinstance(given, str) and "://" in given:
         return ObjectPath.parse(given, endpoint=endpoint, region=region)
-    return given if isinstance(given, ObjectPath) else folder_named(given, "the log")
+    return given if isinstance(given, ObjectPath) else require_folder(given, "the log")
 
 
 def is_remote(path: LogPath) -> bool:
@@ -86,55 +88,55 @@ def is_remote(path: LogPath) -> bool:
 
 
 @contextmanager
-def explained(path: LogPath) -> Iterator[None]:
+def explain_errors(path: LogPath) -> Iterator[None]:
     """Turn an error of the operating system or the store about the log into one with a remedy."""
     try:
         yield
     except FileExistsError:
         raise
     except OSError as error:
-        raise told(error, path) from error
+        raise explained_error(error, path) from error
 
 
 @contextmanager
-def store_explained(path: LogPath) -> Iterator[None]:
+def explain_store_errors(path: LogPath) -> Iterator[None]:
     """The same of the store's errors alone."""
     try:
         yield
-    except STORE_TROUBLE as error:
-        raise told(error, path) from error
+    except STORE_ERRORS as error:
+        raise explained_error(error, path) from error
 
 
-def told(error: OSError, path: LogPath) -> LogUnusable:
+def explained_error(error: OSError, path: LogPath) -> LogUnusable:
     """The error with its remedy."""
     named = error.filename or path
-    if isinstance(error, _DoubtfulObject):
+    if isinstance(error, _ObjectDurabilityUnknown):
         return LogUnusable(
-            f"the log cannot be used: what was written may not be durable: {local.said(error)}",
+            f"the log cannot be used: what was written may not be durable: {local.system_message(error)}",
             path=named,
             hint="Look at the network and at the store, then start again: nothing is lost.",
         )
-    if isinstance(error, Unreachable):
+    if isinstance(error, StoreUnreachable):
         return LogUnreachable(
-            f"the log cannot be reached: {local.said(error)}",
+            f"the log cannot be reached: {local.system_message(error)}",
             path=named,
             hint="Look at the network, the store and its address (`log.endpoint`, `logEndpoint`, or AWS_ENDPOINT_URL).",
         )
-    if isinstance(error, Refused):
+    if isinstance(error, StoreRefused):
         return LogUnusable(
-            f"the log cannot be used: {local.said(error)}",
+            f"the log cannot be used: {local.system_message(error)}",
             path=named,
             hint="Look at the bucket's name and at the credentials in the environment (AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or the machine's role), and at what they may do there.",
         )
-    return local.told(error, path, "the log", LogUnusable, LogFull, _HINTS)
+    return local.explained_error(error, path, "the log", LogUnusable, LogFull, _HINTS)
 
 
 @contextmanager
-def explained_but_missing(path: LogPath) -> Iterator[None]:
+def explain_errors_but_missing(path: LogPath) -> Iterator[None]:
     """The same, but a file that is not there stays FileNotFoundError: the caller knows where else to look."""
     try:
-        with explained(path):
+        with explain_errors(path):
             yield
     except LogUnusable as error:
         if isinstance(error.__cause__, FileNotFoundError):
@@ -145,14 +147,14 @@ def explained_but_missing(path: LogPath) -> Iterator[None]:
 def make_folder(path: LogPath) -> None:
     """The folder and those above it, durable, also where somebody else has just made one."""
     if isinstance(path, Path):
-        with explained(path):
+        with explain_errors(path):
             local.make_folder(path)
 
 
-def is_there(path: LogPath) -> bool:
+def file_exists(path: LogPath) -> bool:
     """Whether there is such a file. Not being allowed to look is an error, not a no."""
     if isinstance(path, Path):
-        return local.is_there(path)
+        return local.file_exists(path)
     try:
         path.meta()
     except FileNotFoundError:
@@ -161,12 +163,12 @@ def is_there(path: LogPath) -> bool:
 
 
 @overload
-def aside_of(path: Path) -> Path: ...
+def temp_path(path: Path) -> Path: ...
 @overload
-def aside_of(path: LogPath) -> Aside: ...
-def aside_of(path: LogPath) -> Aside:
+def temp_path(path: LogPath) -> TempFile: ...
+def temp_path(path: LogPath) -> TempFile:
     """A name beside the file that no other writer uses, on this host or another; in a store there is none."""
-    return local.aside_of(path) if isinstance(path, Path) else Pending()
+    return local.temp_path(path) if isinstance(path, Path) else UnsentObject()
 
 
 def sync_file(path: LogPath) -> None:
@@ -181,10 +183,10 @@ def sync_folder(folder: LogPath) -> None:
         local.sync_folder(folder)
 
 
-def write_aside(path: Aside, parts: Sequence[bytes | memoryview]) -> None:
+def write_temp(path: TempFile, parts: Sequence[bytes | memoryview]) -> None:
     """Write the parts to a file of their own and make them durable."""
     if isinstance(path, Path):
-        local.write_aside(path, parts)
+        local.write_temp(path, parts)
     else:
         path.content = b"".join(parts)
 
@@ -192,12 +194,12 @@ def write_aside(path: Aside, parts: Sequence[bytes | memoryview]) -> None:
 def write_new(path: LogPath, parts: Sequence[bytes | memoryview]) -> None:
     """A file under a name that nobody else uses, its bytes durable; on a disk its name is not yet."""
     if isinstance(path, Path):
-        local.write_aside(path, parts)
+        local.write_temp(path, parts)
     else:
         path.write_bytes(b"".join(parts))
 
 
-def remove(path: LogPath | Pending) -> None:
+def remove(path: LogPath | UnsentObject) -> None:
     """Take back a file that nobody was told of; one that stays is swept later."""
     if isinstance(path, Path):
         local.remove(path)
@@ -206,23 +208,23 @@ def remove(path: LogPath | Pending) -> None:
             path.unlink(missing_ok=True)
 
 
-def publish(aside: Aside, path: LogPath) -> None:
+def publish(aside: TempFile, path: LogPath) -> None:
     """Give the file its name, unless that name is taken (FileExistsError), and make that durable (or Doubtful)."""
     if isinstance(aside, Path) and isinstance(path, Path):
         local.publish(aside, path)
         return
-    assert isinstance(aside, Pending), "made by aside_of"
+    assert isinstance(aside, UnsentObject), "made by aside_of"
     assert isinstance(path, ObjectPath), "where aside_of was asked"
     try:
         objects.put_new(path, aside.content)
-    except Unreachable as error:
-        raise _DoubtfulObject(error, path) from error
+    except StoreUnreachable as error:
+        raise _ObjectDurabilityUnknown(error, path) from error
 
 
 def create(path: LogPath, content: bytes) -> None:
     """A new durable file with this content; FileExistsError if there is one."""
-    aside = aside_of(path)
-    write_aside(aside, [content])
+    aside = temp_path(path)
+    write_temp(aside, [content])
     publish(aside, path)
 
 
@@ -234,17 +236,17 @@ def replace_durably(path: LogPath, content: bytes) -> None:
         path.write_bytes(content)
 
 
-def swap_durably(path: LogPath, content: bytes, before: Stamp | None) -> None:
+def compare_and_swap(path: LogPath, content: bytes, before: FileStamp | None) -> None:
     """The same, but in a store only in place of what was stamped so, or of nothing: FileExistsError if another was
     quicker. On a disk it is the lock of whoever writes such a file that keeps the others out."""
     if isinstance(path, Path):
         local.replace_durably(path, content)
     else:
-        objects.put_if(path, content, before if isinstance(before, Meta) else None)
+        objects.put_if_unchanged(path, content, before if isinstance(before, ObjectMeta) else None)
 
 
 @contextmanager
-def alone(path: LogPath) -> Iterator[None]:
+def refuse_second_writer(path: LogPath) -> Iterator[None]:
     """Whoever finds that another was quicker is no longer the one to write such a file."""
     try:
         yield
@@ -256,10 +258,10 @@ def alone(path: LogPath) -> Iterator[None]:
         ) from error
 
 
-def renew(path: LogPath) -> None:
+def make_durable(path: LogPath) -> None:
     """Make a file durable under its name, whatever became of earlier tries. What can be seen in a store is."""
     if isinstance(path, Path):
-        local.renew(path)
+        local.make_durable(path)
 
 
 def replace(path: LogPath, content: bytes) -> None:
@@ -273,7 +275,7 @@ def replace(path: LogPath, content: bytes) -> None:
 # Files that are too large to be held: written to a local one first.
 
 
-def scratch_of(folder: LogPath) -> Path:
+def scratch_folder(folder: LogPath) -> Path:
     """Where the files are written that will come into a folder: there, or beside, if it is in a store."""
     if isinstance(folder, Path):
         return folder
@@ -298,12 +300,12 @@ def put_file(aside: Path, path: LogPath) -> None:
 # Looking.
 
 
-def below(folder: LogPath, path: LogPath) -> str:
+def relative_name(folder: LogPath, path: LogPath) -> str:
     """The path of a file within a folder that holds it, with `/`."""
     return str(path)[len(str(folder)) + 1 :] if is_remote(path) else Path(str(path)).relative_to(str(folder)).as_posix()
 
 
-def stamp(path: LogPath) -> Stamp | None:
+def read_stamp(path: LogPath) -> FileStamp | None:
     """Another one when the file has been replaced; None if there is none."""
     try:
         if isinstance(path, ObjectPath):
@@ -323,23 +325,23 @@ def modified_at(path: LogPath) -> float:
     return path.meta().modified_ns / 1e9 if isinstance(path, ObjectPath) else os.stat(path).st_mtime
 
 
-def names(folder: LogPath) -> list[str]:
+def list_names(folder: LogPath) -> list[str]:
     """What is in a folder; FileNotFoundError if there is none, but in a store nothing tells that from an empty one."""
     return [path.name for path in folder.iterdir()] if isinstance(folder, ObjectPath) else os.listdir(folder)
 
 
-def named(log: LogPath, path: str) -> LogPath:
+def log_file_named(log: LogPath, path: str) -> LogPath:
     """The file of the log that an error names."""
     return log / path[len(str(log)) + 1 :] if is_remote(log) else Path(path)
 
 
-def matching(folder: LogPath, pattern: str) -> list[LogPath]:
+def matching_files(folder: LogPath, pattern: str) -> list[LogPath]:
     """What a pattern finds in a folder, in the order of names."""
     found: list[LogPath] = list(folder.glob(pattern))
     return sorted(found, key=str)
 
 
-def sizes(folder: LogPath, after: str | None = None) -> dict[LogPath, int]:
+def file_sizes(folder: LogPath, after: str | None = None) -> dict[LogPath, int]:
     """Every file below, and its bytes; of those directly in it only the names after one, if that is given."""
     if isinstance(folder, ObjectPath):
         return {path: meta.size for path, meta in folder.walk(after)}
@@ -365,7 +367,7 @@ def read_start(path: LogPath, size: int) -> tuple[bytes, int]:
         return file.read(size), os.fstat(file.fileno()).st_size
 
 
-def opened(path: LogPath) -> BinaryIO:
+def open_for_reading(path: LogPath) -> BinaryIO:
     """A file to be read from its beginning on."""
     return io.BytesIO(path.read_bytes()) if isinstance(path, ObjectPath) else path.open("rb")
 
@@ -379,7 +381,7 @@ def read_range(path: LogPath, begin: int, size: int) -> bytes:
         return file.read(size)
 
 
-def view(path: LogPath) -> memoryview:
+def read_view(path: LogPath) -> memoryview:
     """All bytes of a file, which the kernel brings in as they are looked at."""
     if isinstance(path, ObjectPath):
         return objects.view(path)
@@ -388,21 +390,21 @@ def view(path: LogPath) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
 
 
-def fixed_view(path: ObjectPath) -> memoryview:
+def cached_view(path: ObjectPath) -> memoryview:
     """The same of an object that never changes; it is kept at hand, and not fetched again."""
-    return objects.kept.view(path)
+    return objects.object_cache.view(path)
 
 
-def source(path: LogPath) -> Path | pa.BufferReader:
+def arrow_source(path: LogPath) -> Path | pa.BufferReader:
     """What Arrow reads a file from that never changes."""
-    return _buffer(fixed_view(path)) if isinstance(path, ObjectPath) else path
+    return _buffer(cached_view(path)) if isinstance(path, ObjectPath) else path
 
 
-def mapped(path: LogPath) -> pa.NativeFile:
+def arrow_file(path: LogPath) -> pa.NativeFile:
     """What Arrow reads any other file from, as it is now."""
     import pyarrow as pa
 
-    return _buffer(view(path)) if isinstance(path, ObjectPath) else pa.memory_map(str(path))
+    return _buffer(read_view(path)) if isinstance(path, ObjectPath) else pa.memory_map(str(path))
 
 
 def _buffer(found: memoryview) -> pa.BufferReader:
@@ -427,7 +429,7 @@ def delete_all(paths: Collection[LogPath]) -> None:
         objects.delete(remote)
 
 
-def parts_of(folder: LogPath) -> list[LogPath]:
+def deletable_parts(folder: LogPath) -> list[LogPath]:
     """What must go for a folder to go: in a store there is none, only what is in it."""
     return [path for path, _ in folder.walk()] if isinstance(folder, ObjectPath) else [folder]
 

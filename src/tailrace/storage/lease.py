@@ -41,27 +41,27 @@ _PAUSE_SECONDS = 0.1
 _JOIN_SECONDS_MAX = 5.0
 
 
-class Place(Protocol):
+class LeaseFolder(Protocol):
     """A folder of leases, wherever it is."""
 
-    def __truediv__(self, name: str, /) -> Place: ...
+    def __truediv__(self, name: str, /) -> LeaseFolder: ...
     def read_bytes(self) -> bytes: ...
 
 
-class Hold(Protocol):
+class LeaseBackend(Protocol):
     """How one lease is held where it is. Whoever holds it has its token there, and nobody else's is."""
 
     token: str
     """Like no other's."""
 
     @property
-    def unclean(self) -> bool:
+    def was_not_released(self) -> bool:
         """Whether what was taken as free was of one who had not let go, and whose last write may be on its way."""
 
-    def take_free(self, watch: Watch, record: bytes) -> bool:
+    def acquire_if_free(self, watch: HolderWatch, record: bytes) -> bool:
         """Take the lease if nobody holds it; the watch is told what is seen of a holder."""
 
-    def take_by_force(self, record: bytes) -> bool:
+    def acquire_by_force(self, record: bytes) -> bool:
         """Take it whoever holds it. The last to do so holds it; false if another was quicker, who then does."""
 
     def lost(self) -> bool:
@@ -82,7 +82,7 @@ class Lease(abc.ABC):
 
     def __init__(
         self,
-        hold: Hold,
+        hold: LeaseBackend,
         name: str,
         wait_seconds: float,
         *,
@@ -93,10 +93,10 @@ class Lease(abc.ABC):
         """Without `renew_seconds` nobody is shown that we live: for those who never take a record for a dead one's."""
         self._hold, self._name = hold, name
         self._since, self._renewed = time.time(), 0
-        self.forced = False
+        self.was_forced = False
         """Whether it was taken from one who had not let go: who may still believe to hold it, or whose last write may
         be on its way."""
-        self._acquire(Watch(expiry_seconds), time.monotonic() + wait_seconds, take_over)
+        self._acquire(HolderWatch(expiry_seconds), time.monotonic() + wait_seconds, take_over)
         try:
             self._write_first_record()
         except BaseException:
@@ -148,14 +148,14 @@ class Lease(abc.ABC):
                 self._hold.write(self._record(released=True))
         self._hold.close()
 
-    def _acquire(self, watch: Watch, deadline: float, take_over: bool) -> None:
+    def _acquire(self, watch: HolderWatch, deadline: float, take_over: bool) -> None:
         while True:
             with self._explained():
-                if self._hold.take_free(watch, self._record(released=False)):
-                    self.forced = self._hold.unclean
+                if self._hold.acquire_if_free(watch, self._record(released=False)):
+                    self.was_forced = self._hold.was_not_released
                     return
-                if (take_over or watch.expired) and self._hold.take_by_force(self._record(released=False)):
-                    self.forced = True
+                if (take_over or watch.expired) and self._hold.acquire_by_force(self._record(released=False)):
+                    self.was_forced = True
                     return
             if time.monotonic() >= deadline:
                 self._refuse_busy()
@@ -181,7 +181,7 @@ class Lease(abc.ABC):
                 self._hold.write(self._record(released=False))
             except OSError as error:
                 # On a full disk whoever makes room must get the lease. Another host sees us at the next renewal.
-                if error.errno not in local.FULL:
+                if error.errno not in local.DISK_FULL_ERRNOS:
                     raise
 
     def _keep_renewing(self, every_seconds: float | None) -> None:
@@ -190,10 +190,10 @@ class Lease(abc.ABC):
                 self.renew()
 
 
-class DiskHold:
+class DiskLeaseBackend:
     """A lease on a disk: the lock, our token in it, and the record beside."""
 
-    unclean = False
+    was_not_released = False
     """Of a dead process nothing is on its way to a disk."""
 
     def __init__(
@@ -206,7 +206,7 @@ class DiskHold:
         self.token = uuid.uuid4().hex
         self._handle = -1
 
-    def take_free(self, watch: Watch, record: bytes) -> bool:
+    def acquire_if_free(self, watch: HolderWatch, record: bytes) -> bool:
         """Take the lock, and put our token in it, if nobody holds the lease. The record comes after."""
         watch.expired = False
         # A link may lead to anybody's file, and our token is about to be written over what is there.
@@ -228,7 +228,7 @@ class DiskHold:
         os.close(handle)
         return False
 
-    def _is_free(self, watch: Watch) -> bool:
+    def _is_free(self, watch: HolderWatch) -> bool:
         """Whether the record stands in nobody's way, given that we hold the lock."""
         try:
             content = self._record.read_bytes()
@@ -236,9 +236,9 @@ class DiskHold:
             return True
         return watch.is_free(content, lambda content: _left_by_us_or_released(content, self._reboot_ends))
 
-    def take_by_force(self, record: bytes) -> bool:
+    def acquire_by_force(self, record: bytes) -> bool:
         """Put a lock file of our own in place of the one that is there. The last to do so holds the lease."""
-        aside = local.aside_of(self._lock)
+        aside = local.temp_path(self._lock)
         handle = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -268,7 +268,7 @@ class DiskHold:
         os.close(self._handle)
 
 
-class Watch:
+class HolderWatch:
     """Looks at a record again and again: may we take the lease, or has it been still for long enough?"""
 
     def __init__(self, expiry_seconds: float) -> None:
@@ -303,13 +303,13 @@ def _left_by_us_or_released(content: bytes, reboot_ends: bool) -> bool:
     return same_host
 
 
-def left_by_the_dead(content: bytes) -> bool:
+def is_holder_gone(content: bytes) -> bool:
     """Whether the holder let go, or was a process here that is no more. That of another host is not known."""
     record = _parsed(content)
     return is_released(content) or (_is_here(record) and not _is_alive(record.get("pid")))
 
 
-def live_pid(content: bytes) -> int | None:
+def live_pid_of(content: bytes) -> int | None:
     """The holder's pid, if it is a process here that lives and has not let go."""
     record = _parsed(content)
     pid = record.get("pid")
@@ -328,7 +328,7 @@ def token_of(content: bytes) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def holder(folder: Place, name: str = "owner") -> dict[str, object]:
+def read_holder(folder: LeaseFolder, name: str = "owner") -> dict[str, object]:
     """Who holds the lease, as far as the record tells: pid and host."""
     try:
         record = _parsed((folder / f"{name}.json").read_bytes())
@@ -387,7 +387,7 @@ def _word(path: str) -> str:
         return ""
 
 
-def held(folder: Path, name: str = "owner") -> int | None:
+def live_holder_pid(folder: Path, name: str = "owner") -> int | None:
     """The pid of the live holder on this host, or None if nobody holds the lease."""
     try:
         handle = os.open(folder / f"{name}.lock", os.O_RDONLY | os.O_CLOEXEC)
@@ -396,7 +396,7 @@ def held(folder: Path, name: str = "owner") -> int | None:
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        pid = holder(folder, name).get("pid")
+        pid = read_holder(folder, name).get("pid")
         return pid if isinstance(pid, int) else 0
     finally:
         os.close(handle)

@@ -25,16 +25,16 @@ _PARTS_AT_ONCE = 1024
 _COPIED_BYTES_MAX = 1 << 20
 _TOKEN, _NUMBERS = uuid.uuid4().hex, itertools.count()
 _Error = TypeVar("_Error", bound=TailraceError)
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """How a system says that there is no room."""
 
 
-class Doubtful(OSError):
+class DurabilityUnknown(OSError):
     """A file has its name, but whether it keeps it through a crash of the machine is not known."""
 
 
 @contextmanager
-def explained(
+def explain_errors(
     path: Path, what: str, unusable: type[TailraceError], full: type[TailraceError], hints: Mapping[int, str]
 ) -> Iterator[None]:
     """Turn an operating system error about `what` into one with a remedy."""
@@ -43,28 +43,28 @@ def explained(
     except FileExistsError:
         raise
     except OSError as error:
-        raise told(error, path, what, unusable, full, hints) from error
+        raise explained_error(error, path, what, unusable, full, hints) from error
 
 
-def told(
+def explained_error(
     error: OSError, path: object, what: str, unusable: type[_Error], full: type[_Error], hints: Mapping[int, str]
 ) -> _Error:
     """The error with its remedy. The path is named where the system names none."""
-    if isinstance(error, Doubtful):
+    if isinstance(error, DurabilityUnknown):
         return unusable(
-            f"{what} cannot be used: what was written may not be durable: {said(error)}",
+            f"{what} cannot be used: what was written may not be durable: {system_message(error)}",
             path=error.filename or path,
             hint="Look at the disk and at the kernel's log, then start again: nothing is lost.",
         )
-    kind = full if error.errno in FULL else unusable
+    kind = full if error.errno in DISK_FULL_ERRNOS else unusable
     return kind(
-        f"{what} cannot be used: {said(error)}",
+        f"{what} cannot be used: {system_message(error)}",
         path=error.filename or path,
         hint=hints.get(error.errno or 0, "Look at the disk and the folder's permissions."),
     )
 
 
-def said(error: OSError) -> str:
+def system_message(error: OSError) -> str:
     """In the system's own words; libraries put theirs around them."""
     return os.strerror(error.errno) if error.errno else str(error.args[0] if error.args else error)
 
@@ -72,7 +72,7 @@ def said(error: OSError) -> str:
 def make_folder(path: Path, mode: int = 0o777) -> None:
     """The folder and those above it, durable, also where somebody else has just made one. The mode is the folder's."""
     missing = [path]
-    while not is_there(missing[-1].parent):
+    while not file_exists(missing[-1].parent):
         missing.append(missing[-1].parent)
     for folder in reversed(missing):
         made = True
@@ -91,7 +91,7 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
             raise
 
 
-def is_there(path: Path) -> bool:
+def file_exists(path: Path) -> bool:
     """Whether there is such a file. Not being allowed to look is an error, not a no."""
     try:
         os.stat(path)
@@ -100,7 +100,7 @@ def is_there(path: Path) -> bool:
     return True
 
 
-def aside_of(path: Path) -> Path:
+def temp_path(path: Path) -> Path:
     """A name beside the file that no other writer uses, on this host or another."""
     return path.with_name(f".{path.name}.{_TOKEN}-{os.getpid()}-{next(_NUMBERS)}.tmp")
 
@@ -123,7 +123,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_aside(path: Path, parts: Sequence[bytes | memoryview], mode: int = 0o644) -> None:
+def write_temp(path: Path, parts: Sequence[bytes | memoryview], mode: int = 0o644) -> None:
     """Write the parts to a file of their own and make them durable."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -167,7 +167,7 @@ def publish(aside: Path, path: Path) -> None:
     try:
         sync_folder(path.parent)
     except OSError as error:
-        raise Doubtful(error.errno, error.strerror, str(path)) from error
+        raise DurabilityUnknown(error.errno, error.strerror, str(path)) from error
 
 
 def _link(aside: Path, path: Path) -> None:
@@ -181,21 +181,21 @@ def _link(aside: Path, path: Path) -> None:
         raise  # swept away by another writer, so certainly not linked
     except OSError as error:
         if os.path.lexists(path):
-            raise Doubtful(error.errno, error.strerror, str(path)) from error
+            raise DurabilityUnknown(error.errno, error.strerror, str(path)) from error
         raise
 
 
 def create(path: Path, content: bytes, mode: int = 0o644) -> None:
     """A new durable file with this content; FileExistsError if there is one."""
-    aside = aside_of(path)
-    write_aside(aside, [content], mode)
+    aside = temp_path(path)
+    write_temp(aside, [content], mode)
     publish(aside, path)
 
 
 def replace_durably(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Put this content under the name, whatever stood there, so that a crash leaves the one or the other."""
-    aside = aside_of(path)
-    write_aside(aside, [content], mode)
+    aside = temp_path(path)
+    write_temp(aside, [content], mode)
     try:
         os.replace(aside, path)
     except BaseException:
@@ -204,12 +204,12 @@ def replace_durably(path: Path, content: bytes, mode: int = 0o644) -> None:
     sync_folder(path.parent)
 
 
-def renew(path: Path, mode: int = 0o644) -> None:
+def make_durable(path: Path, mode: int = 0o644) -> None:
     """Make a file durable under its name, whatever became of earlier tries. Its bytes stay the same."""
     try:
         replace_durably(path, path.read_bytes(), mode)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise
         # No room for another copy, and whoever is to make room must be able to begin. A disk that is only full has
         # failed no sync before.
@@ -219,7 +219,7 @@ def renew(path: Path, mode: int = 0o644) -> None:
 
 def replace(path: Path, content: bytes) -> None:
     """Put this content under the name, whatever stood there. For notes that no correctness hangs on."""
-    aside = aside_of(path)
+    aside = temp_path(path)
     try:
         aside.write_bytes(content)
         os.replace(aside, path)

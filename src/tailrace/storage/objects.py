@@ -61,15 +61,15 @@ _Options = tuple[tuple[str, str], ...]
 _T = TypeVar("_T")
 
 
-class Refused(OSError):
+class StoreRefused(OSError):
     """The store said no: to our credentials, to the bucket, to what was asked. Nothing was done."""
 
 
-class Unreachable(OSError):
+class StoreUnreachable(OSError):
     """The store did not answer, or answered that it cannot now. Whether a put was done is not known."""
 
 
-class Meta(NamedTuple):
+class ObjectMeta(NamedTuple):
     """What a store tells of an object."""
 
     size: int
@@ -140,7 +140,7 @@ class ObjectPath:
     def read_text(self) -> str:
         return self.read_bytes().decode()
 
-    def meta(self) -> Meta:
+    def meta(self) -> ObjectMeta:
         """FileNotFoundError if there is no such object."""
         return _meta(_asked(self, lambda library, store: library.head(store, self.key)))
 
@@ -167,7 +167,7 @@ class ObjectPath:
         yield from (replace(self, key=item["path"]) for item in found["objects"] if item["path"] != self.key)
         yield from (replace(self, key=prefix.rstrip("/")) for prefix in found["common_prefixes"])
 
-    def walk(self, after: str | None = None) -> Iterator[tuple[ObjectPath, Meta]]:
+    def walk(self, after: str | None = None) -> Iterator[tuple[ObjectPath, ObjectMeta]]:
         """Every object below in the order of names; those after one below, if it is given."""
         offset = None if after is None else (self / after).key
         chunks = _asked(self, lambda library, store: list(library.list(store, self.key, offset=offset)))
@@ -194,7 +194,7 @@ class ObjectPath:
     def write_bytes(self, content: bytes | bytearray) -> None:
         """Whatever was there. For what no correctness hangs on, or what one process alone writes."""
         _asked(self, lambda library, store: library.put(store, self.key, content, use_multipart=False), doubtful=True)
-        kept.forget(self)
+        object_cache.forget(self)
 
     def write_text(self, text: str) -> None:
         self.write_bytes(text.encode())
@@ -215,7 +215,7 @@ def put_new(path: ObjectPath, content: bytes) -> None:
     _put_once(path, content, "create")
 
 
-def put_if(path: ObjectPath, content: bytes, before: Meta | None) -> None:
+def put_if_unchanged(path: ObjectPath, content: bytes, before: ObjectMeta | None) -> None:
     """In place of exactly what was there before (None: of nothing); FileExistsError if that is no longer there."""
     _put_once(path, content, "create" if before is None else {"e_tag": before.tag})
 
@@ -230,7 +230,7 @@ def _put_once(path: ObjectPath, content: bytes, mode: str | dict[str, str]) -> N
             if _holds(path, content):
                 return  # it was ours; the answer was lost
             raise
-        except Unreachable:
+        except StoreUnreachable:
             if time.monotonic() + pause >= until:
                 raise
         time.sleep(pause)
@@ -306,7 +306,7 @@ def view(path: ObjectPath) -> memoryview:
     return _asked(path, ask)
 
 
-class _Kept:
+class _ObjectCache:
     """The objects fetched last, as many as fit. Two servers may have objects of one name."""
 
     def __init__(self) -> None:
@@ -331,7 +331,7 @@ class _Kept:
             self._found.pop((path, path.options), None)
 
 
-kept = _Kept()
+object_cache = _ObjectCache()
 
 
 # Asking the store.
@@ -349,7 +349,7 @@ def _asked(path: ObjectPath, ask: Callable[[Any, Any], _T], *, doubtful: bool = 
         raise _named(FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)), path) from error
     except FileNotFoundError as error:
         if doubtful:  # of a put it says that there is no such bucket
-            raise _named(Refused("the store has no such bucket"), path) from error
+            raise _named(StoreRefused("the store has no such bucket"), path) from error
         raise _named(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)), path) from error
     except library.exceptions.BaseError as error:
         raise _named(_translated(library, error), path) from error
@@ -403,13 +403,13 @@ def _translated(library: Any, error: Exception) -> OSError:
     code = re.search(r"<Code>(\w{1,64})</Code>", text)
     said = f" ({code[1]})" if code else ""
     if isinstance(error, (named.PermissionDeniedError, named.UnauthenticatedError)):
-        return Refused(f"the store refused our credentials, or does not let us do this{said}")
+        return StoreRefused(f"the store refused our credentials, or does not let us do this{said}")
     status = re.search(r"\b(?:status code|status)\W{1,3}([45]\d\d)\b", text)
     if status and status[1].startswith("4") and status[1] not in ("408", "409", "429"):
-        return Refused(f"the store refused what we asked{said or f' (status {status[1]})'}")
+        return StoreRefused(f"the store refused what we asked{said or f' (status {status[1]})'}")
     if isinstance(error, (named.NotSupportedError, named.UnknownConfigurationKeyError, named.InvalidPathError)):
-        return Refused("the store does not know what we asked for")
-    return Unreachable(f"the store does not answer{said}")
+        return StoreRefused("the store does not know what we asked for")
+    return StoreUnreachable(f"the store does not answer{said}")
 
 
 def _shown(scheme: str) -> str:
@@ -422,6 +422,6 @@ def _named(error: OSError, path: ObjectPath) -> OSError:
     return error
 
 
-def _meta(item: Any) -> Meta:
+def _meta(item: Any) -> ObjectMeta:
     modified_ns = int(item["last_modified"].timestamp() * 1e6) * 1000
-    return Meta(item["size"], modified_ns, item["e_tag"] or str(modified_ns))
+    return ObjectMeta(item["size"], modified_ns, item["e_tag"] or str(modified_ns))

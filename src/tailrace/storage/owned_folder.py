@@ -26,8 +26,8 @@ from typing import NoReturn
 from tailrace import failpoints
 from tailrace.errors import ConfigError, StateBusy, StateCorrupt, StateFenced, StateFull, StateUnusable
 from tailrace.storage import local
-from tailrace.storage.lease import DiskHold, Lease, holder
-from tailrace.validation import folder_named
+from tailrace.storage.lease import DiskLeaseBackend, Lease, read_holder
+from tailrace.validation import require_folder
 
 FILE_BYTES_MAX = 64 << 20
 """Nothing that is kept here is as large; what is, was not written by us."""
@@ -48,25 +48,25 @@ _HINTS = {
 }
 
 
-class OwnerLease(Lease):
+class FolderLease(Lease):
     """The one who writes a folder of state."""
 
     def __init__(self, folder: Path, what: str, *, take_over: bool) -> None:
         self._folder, self._what = folder, what
         # A record that is torn would keep everyone out, for it never expires.
-        hold = DiskHold(folder, _OWNER, put=local.replace_durably, reboot_ends=True)
+        hold = DiskLeaseBackend(folder, _OWNER, put=local.replace_durably, reboot_ends=True)
         super().__init__(
             hold, _OWNER, wait_seconds=0.0, take_over=take_over, expiry_seconds=math.inf, renew_seconds=None
         )
 
     def _explained(self) -> AbstractContextManager[None]:
-        return explained(self._folder, self._what)
+        return explain_errors(self._folder, self._what)
 
     def _refuse_busy(self) -> NoReturn:
         raise StateBusy(
             f"another process owns {self._what}",
             path=self._folder,
-            **holder(self._folder, _OWNER),
+            **read_holder(self._folder, _OWNER),
             hint="Stop that process first, or open this one with `read_only=True`. If it ran on another host and is "
             "certainly gone, open it once with `take_over=True`.",
         )
@@ -75,15 +75,15 @@ class OwnerLease(Lease):
         raise StateFenced(
             f"another process has taken over {self._what}",
             path=self._folder,
-            **holder(self._folder, _OWNER),
+            **read_holder(self._folder, _OWNER),
             hint="It goes on from where we stopped: leave it to that process. To move the work back here, stop "
             "it first.",
         )
 
 
-def explained(path: Path, what: str) -> AbstractContextManager[None]:
+def explain_errors(path: Path, what: str) -> AbstractContextManager[None]:
     """Turn an operating system error into one with a remedy."""
-    return local.explained(path, what, StateUnusable, StateFull, _HINTS)
+    return local.explain_errors(path, what, StateUnusable, StateFull, _HINTS)
 
 
 class StateFolder:
@@ -92,17 +92,17 @@ class StateFolder:
     def __init__(
         self, given: str | os.PathLike[str], what: str, *, read_only: bool = False, take_over: bool = False
     ) -> None:
-        path = folder_named(given, what)
+        path = require_folder(given, what)
         self.path, self.what, self.read_only = path, what, read_only
         self._process = os.getpid()
-        self._lease: OwnerLease | None = None
+        self._lease: FolderLease | None = None
         if read_only:
-            with explained(path, what):
+            with explain_errors(path, what):
                 os.listdir(path)
             return
-        with explained(path, what):
+        with explain_errors(path, what):
             local.make_folder(path, FOLDER_MODE)
-        self._lease = OwnerLease(path, what, take_over=take_over)
+        self._lease = FolderLease(path, what, take_over=take_over)
         self._sweep()
 
     def _sweep(self) -> None:
@@ -137,7 +137,7 @@ class StateFolder:
 
     def names(self) -> list[str]:
         """The files that have their names, in order; not those that begin with a dot, which are ours."""
-        with explained(self.path, self.what):
+        with explain_errors(self.path, self.what):
             return sorted(name for name in os.listdir(self.path) if not name.startswith("."))
 
     def read(self, name: str) -> bytes | None:
@@ -146,12 +146,12 @@ class StateFolder:
         if handle is None:
             return None
         try:
-            with explained(self.path / name, self.what):
+            with explain_errors(self.path / name, self.what):
                 found = os.fstat(handle)
                 if not stat.S_ISREG(found.st_mode):
-                    raise self.corrupt(name, "it is not a plain file")
+                    raise self.corrupt_error(name, "it is not a plain file")
                 if found.st_size > FILE_BYTES_MAX:
-                    raise self.corrupt(name, "it is too large")
+                    raise self.corrupt_error(name, "it is too large")
                 with open(handle, "rb", closefd=False) as file:
                     return file.read()
         finally:
@@ -159,19 +159,19 @@ class StateFolder:
 
     def _open(self, name: str) -> int | None:
         try:
-            with explained(self.path / name, self.what):
+            with explain_errors(self.path / name, self.what):
                 return os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except StateUnusable as error:
             cause = error.__cause__
             if isinstance(cause, FileNotFoundError):
-                with explained(self.path, self.what):
+                with explain_errors(self.path, self.what):
                     os.stat(self.path)  # a folder that is gone has taken its files along: that is not "none"
                 return None
             if isinstance(cause, OSError) and cause.errno == errno.ELOOP:
-                raise self.corrupt(name, "it is a link") from error
+                raise self.corrupt_error(name, "it is a link") from error
             raise
 
-    def corrupt(self, name: str, reason: object, hint: str = "Restore the file from a copy.") -> StateCorrupt:
+    def corrupt_error(self, name: str, reason: object, hint: str = "Restore the file from a copy.") -> StateCorrupt:
         """The error for a file that is not what was written."""
         return StateCorrupt(f"a file of {self.what} cannot be read: {reason}", path=self.path / name, hint=hint)
 
@@ -179,9 +179,9 @@ class StateFolder:
         """Put this content under the name. When this returns, it survives a crash of the machine."""
         self.require_owner()
         path = self.path / name
-        aside = local.aside_of(path)
-        with explained(path, self.what):
-            local.write_aside(aside, [content], FILE_MODE)
+        aside = local.temp_path(path)
+        with explain_errors(path, self.what):
+            local.write_temp(aside, [content], FILE_MODE)
             failpoints.hit("state.written")
             try:
                 os.replace(aside, path)
@@ -197,10 +197,10 @@ class StateFolder:
         """A new file of this name, durable when this returns. The owner knows that there is none."""
         self.require_owner()
         path = self.path / name
-        aside = local.aside_of(path)
+        aside = local.temp_path(path)
         try:
-            with explained(path, self.what):
-                local.write_aside(aside, [content], FILE_MODE)
+            with explain_errors(path, self.what):
+                local.write_temp(aside, [content], FILE_MODE)
                 failpoints.hit("state.written")
                 local.publish(aside, path)
         except FileExistsError as error:
@@ -209,23 +209,23 @@ class StateFolder:
             ) from error
         failpoints.hit("state.created")
 
-    def renew(self, name: str) -> None:
+    def make_durable(self, name: str) -> None:
         """Make durable what is there, whatever became of the one who wrote it."""
         self.require_owner()
-        with explained(self.path / name, self.what):
-            local.renew(self.path / name, FILE_MODE)
+        with explain_errors(self.path / name, self.what):
+            local.make_durable(self.path / name, FILE_MODE)
 
     def remove(self, *names: str) -> bool:
         """Take files away, durably; whether there was any."""
         self.require_owner()
         removed = False
         for name in names:
-            with explained(self.path / name, self.what), suppress(FileNotFoundError):
+            with explain_errors(self.path / name, self.what), suppress(FileNotFoundError):
                 os.unlink(self.path / name)
                 removed = True
         if removed:
             failpoints.hit("state.removed")
-            with explained(self.path, self.what):
+            with explain_errors(self.path, self.what):
                 self._sync(self.path / names[0])
         return removed
 
@@ -234,4 +234,4 @@ class StateFolder:
         try:
             local.sync_folder(path.parent)
         except OSError as error:
-            raise local.Doubtful(error.errno, error.strerror, str(path)) from error
+            raise local.DurabilityUnknown(error.errno, error.strerror, str(path)) from error

@@ -12,30 +12,30 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from tailrace.storage import files
-from tailrace.storage.files import LogPath, Stamp
+from tailrace.storage.files import FileStamp, LogPath
 
 _T = TypeVar("_T")
 
 
-class Watched(Generic[_T]):
+class CachedRecord(Generic[_T]):
     """A record that is read again only when its file has been replaced."""
 
     def __init__(self, path: LogPath, read: Callable[[], _T]) -> None:
         self._path = path
         self._read = read
-        self._known: tuple[Stamp | None, _T] | None = None
+        self._known: tuple[FileStamp | None, _T] | None = None
         self._looked = 0.0
 
-    def now(self, within: float = 0.0) -> _T:
+    def get(self, within: float = 0.0) -> _T:
         """What it says now; or said so many seconds ago, where a look costs a request. Cheap when nothing changed."""
         known = self._known
         if known is not None and within and files.is_remote(self._path) and time.monotonic() < self._looked + within:
             return known[1]
         looked = time.monotonic()
         try:
-            stamp = files.stamp(self._path)
+            stamp = files.read_stamp(self._path)
         except OSError as error:
-            raise files.told(error, self._path) from error
+            raise files.explained_error(error, self._path) from error
         if known is None or known[0] != stamp:
             known = self._known = (stamp, self._read())  # another thread may replace it before we return
         self._looked = looked

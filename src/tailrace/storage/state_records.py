@@ -16,16 +16,16 @@ _OTHER_FORMAT_HINT = (
 )
 
 
-class OtherFormat(ValueError):
+class UnknownFormat(ValueError):
     """What another version wrote: it is not damaged, so nobody is told to put something else in its place."""
 
     def __init__(self, format: object, known: int) -> None:
         super().__init__(f"it has format {format}, and this version knows format {known}")
 
 
-def hint_for(error: BaseException, otherwise: str) -> str:
+def unreadable_hint(error: BaseException, otherwise: str) -> str:
     """What to do about something that cannot be read."""
-    return _OTHER_FORMAT_HINT if isinstance(error, OtherFormat) else otherwise
+    return _OTHER_FORMAT_HINT if isinstance(error, UnknownFormat) else otherwise
 
 
 def encode(stored: dict[str, Any]) -> bytes:
@@ -46,7 +46,7 @@ def _decode(text: bytes, format: int) -> dict[str, Any]:
     if not isinstance(stored, dict) or type(stored.get("format")) is not int:
         raise ValueError("it is not a record")
     if stored["format"] != format:
-        raise OtherFormat(stored["format"], format)
+        raise UnknownFormat(stored["format"], format)
     written = stored.pop("sha256", None)
     if written != _hash(stored) or encode(stored) != text:
         raise ValueError("it does not match its SHA-256")

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import CommitProperties, DeltaTable
 
-from tailrace.tables.partitions import Parts, folder_of, texts_of
+from tailrace.tables.partitions import PartitionValues, folder_of, texts_of
 
 STEP = 8
 STEPS = 4
@@ -28,11 +28,11 @@ TELLING_ROWS_MIN = 10_000
 """Of a table, before its files tell how many rows make one of a size."""
 REMEMBERED_DAYS = 7
 """After a file may be removed, in which a pipeline that stood still can come to do it."""
-REMEMBERED = "delta.deletedFileRetentionDuration"
+RETENTION_PROPERTY = "delta.deletedFileRetentionDuration"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Upkeep:
+class UpkeepPlan:
     """What is done for a table besides changing its rows."""
 
     file_bytes: int | None
@@ -42,17 +42,17 @@ class Upkeep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tended:
+class UpkeepResult:
     """What came of it."""
 
-    joined: int = 0
-    made: int = 0
+    files_compacted: int = 0
+    files_written: int = 0
     bytes: int = 0
     """Written."""
-    removed: int = 0
+    files_removed: int = 0
 
 
-def to_join(sizes: Mapping[str, int], file_bytes: int, parts: Parts | None = None) -> list[str]:
+def files_to_compact(sizes: Mapping[str, int], file_bytes: int, parts: PartitionValues | None = None) -> list[str]:
     """Names of files that are to become one, or one for each of several partitions; none while there are too few of any
     size."""
     if not parts:
@@ -87,7 +87,7 @@ def rows_per_file(table: DeltaTable, file_bytes: int) -> int:
     return max(file_bytes * rows // size, 1) if rows >= TELLING_ROWS_MIN else 0
 
 
-def remembered(after_seconds: float) -> str:
+def retention_interval(after_seconds: float) -> str:
     """How long a table must keep in mind which files it no longer needs, as its settings say it: usually a week."""
     return f"interval {math.ceil(after_seconds / 86_400) + REMEMBERED_DAYS} days"
 

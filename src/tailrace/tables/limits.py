@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from tailrace.errors import TableUnusable, ValueUnfit
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.partitions import misfits
+from tailrace.tables.partitions import find_unusable_values
 
 # delta-rs computes statistics with a calendar that ends in the year 262142 and dies on a date past it.
 DAYS_MAX = 95_000_000
@@ -41,14 +41,14 @@ def refuse_far_dates(schema: TableSchema, columns: Iterable[Any]) -> None:
                 )
 
 
-def unholdable(
+def find_unstorable_rows(
     schema: TableSchema, columns: Iterable[Any], rows: int, partition_by: Mapping[str, str] | None = None
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Of so many rows, the table's own columns: those with a value that no table can hold, or none that is partitioned
     by these columns, which may have other names there; and those with one in their key."""
     bad, bad_key = np.zeros(rows, np.bool_), np.zeros(rows, np.bool_)
     for column, values in zip(schema.columns, columns, strict=True):
-        found = unheld_values(column, values, partition_by or {})
+        found = find_unstorable_values(column, values, partition_by or {})
         if found is not None:
             bad |= found
             if column.name in schema.key:
@@ -56,10 +56,12 @@ def unholdable(
     return bad, bad_key
 
 
-def unheld_values(column: Column, values: Any, partition_by: Mapping[str, str]) -> npt.NDArray[np.bool_] | None:
+def find_unstorable_values(
+    column: Column, values: Any, partition_by: Mapping[str, str]
+) -> npt.NDArray[np.bool_] | None:
     """Which values of one column cannot be held; None if all can, by their type."""
     if column.name in partition_by:
-        return misfits(partition_by[column.name], values)
+        return find_unusable_values(partition_by[column.name], values)
     return far_values(values) if pa.types.is_date32(column.type) else None
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 from tailrace.model.schema import TableId
-from tailrace.tables.delta.commit_log import stands_at
-from tailrace.tables.delta.features import PLAIN_FILES, Features
+from tailrace.tables.delta.commit_log import is_newest_version
+from tailrace.tables.delta.features import NO_FEATURES, Features
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.iceberg.catalogs import Catalog
 from tailrace.tables.iceberg.table import STAGED, IcebergTable
-from tailrace.tables.spec import PLAIN, Form
+from tailrace.tables.spec import PLAIN_MIRROR, TableSpec
 from tailrace.tables.staging import FILE_BYTES
 from tailrace.tables.table_folder import find_folder
 from tailrace.tables.table_paths import TEMPLATE, table_path
@@ -23,14 +23,14 @@ Engine = Literal["delta-rs", "spark"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TableLocation:
     """One lake table of one change log. Plain data: Spark may send it to its workers."""
 
     path: Path
     log_id: str
-    form: Form = PLAIN
+    spec: TableSpec = PLAIN_MIRROR
     engine: Engine = "delta-rs"
-    features: Features = PLAIN_FILES
+    features: Features = NO_FEATURES
     """What it gets when it is loaded; only Spark's connector can write it then."""
     catalog: Catalog | None = None
     """Of an Iceberg table; None: it is a Delta table."""
@@ -47,41 +47,41 @@ class Place:
         than delta-rs, work that changes rows is done by `spark/writers/engine.py`."""
         assert self.catalog is None, "an Iceberg table's commits are made by Spark"
         features = self.features if self.engine == "spark" else None
-        return DeltaRsTable(self.path, self.log_id, self.form, features, self.file_bytes)
+        return DeltaRsTable(self.path, self.log_id, self.spec, features, self.file_bytes)
 
-    def look(self) -> DeltaRsTable | IcebergTable:
+    def open_for_reading(self) -> DeltaRsTable | IcebergTable:
         """The table, to be asked where it stands."""
         if self.catalog is None:
             return self.open()
-        return IcebergTable(self.path, self.log_id, self.catalog, self.form)
+        return IcebergTable(self.path, self.log_id, self.catalog, self.spec)
 
-    def stands_at(self, version: int) -> bool:
+    def is_newest_version(self, version: int) -> bool:
         """Whether this is certainly the table's newest version; a cheap question, and of Delta tables only."""
         folder = find_folder(self.path) if self.catalog is None else None
-        return folder is not None and stands_at(folder, version)
+        return folder is not None and is_newest_version(folder, version)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class LakeLayout:
     """Where the tables of one pipeline lie."""
 
     root: Path
-    form_of: Callable[[TableId], Form] = lambda _: PLAIN
+    spec_of: Callable[[TableId], TableSpec] = lambda _: PLAIN_MIRROR
     """What each table is to be,"""
-    name_of: Callable[[TableId], str] = lambda _: TEMPLATE
+    path_template_of: Callable[[TableId], str] = lambda _: TEMPLATE
     """and the template of its folder."""
     pipeline: str = ""
     engine: Engine = "delta-rs"
-    features_of: Callable[[TableId], Features] = lambda _: PLAIN_FILES
+    features_of: Callable[[TableId], Features] = lambda _: NO_FEATURES
     catalog: Catalog | None = None
     file_bytes: int = FILE_BYTES
 
-    def place(self, table: TableId, log_id: str) -> Place:
+    def location(self, table: TableId, log_id: str) -> TableLocation:
         """Of one table; refuses a name that no folder can have."""
-        return Place(
+        return TableLocation(
             path=self.path(table),
             log_id=log_id,
-            form=self.form_of(table),
+            spec=self.spec_of(table),
             engine=self.engine,
             features=self.features_of(table),
             catalog=self.catalog,
@@ -90,4 +90,4 @@ class Layout:
 
     def path(self, table: TableId) -> Path:
         """The folder of one table."""
-        return table_path(self.root, table, self.name_of(table), self.pipeline)
+        return table_path(self.root, table, self.path_template_of(table), self.pipeline)

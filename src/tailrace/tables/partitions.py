@@ -26,9 +26,9 @@ from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.fold.row_ids import image_numbers
 from tailrace.tables.table_paths import NAME_BYTES_MAX
 
-Texts = dict[str, str | None]
+PartitionTexts = dict[str, str | None]
 """The values of one partition as Delta's log has them, by column."""
-Parts = Mapping[str, Mapping[str, pa.Scalar]]
+PartitionValues = Mapping[str, Mapping[str, pa.Scalar]]
 """Of data files by name the values that all rows of each have; nothing of a file that holds its columns itself."""
 
 NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
@@ -100,29 +100,29 @@ def _can_name(kind: pa.DataType) -> bool:
 # --- values ------------------------------------------------------------------------------------------------
 
 
-def refuse_misfits(schema: TableSchema, names: Sequence[str], rows: pa.Table | pa.RecordBatch) -> None:
+def refuse_unusable_values(schema: TableSchema, names: Sequence[str], rows: pa.Table | pa.RecordBatch) -> None:
     """Refuse rows, the table's own columns, with a value that cannot be read back."""
     for name in names:
-        if misfits(name, rows.column(name)).any():
-            raise misfit(schema, name)
+        if find_unusable_values(name, rows.column(name)).any():
+            raise partition_value_error(schema, name)
 
 
-def misfit(schema: TableSchema, name: str) -> ValueUnfit:
+def partition_value_error(schema: TableSchema, name: str) -> ValueUnfit:
     """What is told of a value in this column that cannot be read back."""
     return ValueUnfit("a value cannot be that of a partition", table=schema.table, column=name, hint=_MISFIT_HINT)
 
 
-def room_for(name: str) -> int:
+def folder_name_bytes_left(name: str) -> int:
     """How many bytes are left for a value's text, encoded, in the name of a folder."""
     return NAME_BYTES_MAX - len(name.encode()) - 1
 
 
-def misfits(name: str, values: Any) -> npt.NDArray[np.bool_]:
+def find_unusable_values(name: str, values: Any) -> npt.NDArray[np.bool_]:
     """Which of a column's values cannot be those of a partition."""
     none: npt.NDArray[np.bool_] = np.zeros(len(values), np.bool_)
     if pa.types.is_string(values.type):
         sizes = pc.fill_null(pc.binary_length(values), 1).to_numpy()
-        room = room_for(name)
+        room = folder_name_bytes_left(name)
         flags: npt.NDArray[np.bool_] = sizes == 0
         # Encoded a text is at most three times as long.
         for at in np.flatnonzero((sizes * 3 > room) | (sizes == len(NULL_FOLDER))).tolist():
@@ -143,7 +143,7 @@ def _outside(values: Any, low: int, high: int) -> npt.NDArray[np.bool_]:
     return flags
 
 
-def texts_of(values: Mapping[str, pa.Scalar]) -> Texts:
+def texts_of(values: Mapping[str, pa.Scalar]) -> PartitionTexts:
     """As Delta's log has them."""
     return {name: _text(value) for name, value in values.items()}
 
@@ -160,7 +160,7 @@ def partition_texts(values: Any, most: int) -> frozenset[str] | None:
     return None if len(some) > most else frozenset(text for value in some if (text := _text(value)) is not None)
 
 
-def values_of(texts: Texts, columns: Iterable[Column]) -> dict[str, pa.Scalar]:
+def values_of(texts: PartitionTexts, columns: Iterable[Column]) -> dict[str, pa.Scalar]:
     """The same as values."""
     return {column.name: _value(texts[column.name], column.type) for column in columns if column.name in texts}
 
@@ -169,7 +169,7 @@ def _value(text: str | None, kind: pa.DataType) -> pa.Scalar:
     return pa.scalar(None, kind) if text is None else pa.scalar(text).cast(kind)
 
 
-def folder_of(texts: Texts) -> str:
+def folder_of(texts: PartitionTexts) -> str:
     """Where the files of a partition lie, below the table's folder; as delta-rs names it."""
     parts = [f"{name}={NULL_FOLDER if text is None else _encoded(text)}" for name, text in texts.items()]
     return "/".join(parts)
@@ -186,7 +186,7 @@ def _encoded(text: str) -> str:
 class Partition:
     """Rows of one partition, without the columns that it is one by unless they were to stay."""
 
-    values: Texts
+    values: PartitionTexts
     rows: pa.Table
 
     @property
@@ -194,12 +194,12 @@ class Partition:
         return folder_of(self.values)
 
 
-def inside(schema: TableSchema, names: Sequence[str]) -> TableSchema:
+def schema_in_files(schema: TableSchema, names: Sequence[str]) -> TableSchema:
     """The shape of the data files: all columns but those that the table is partitioned by."""
     return replace(schema, columns=tuple(c for c in schema.columns if c.name not in names), facts=None)
 
 
-def apart(rows: pa.Table, names: Sequence[str], *, whole: bool = False) -> Iterator[Partition]:
+def split_by_partition(rows: pa.Table, names: Sequence[str], *, whole: bool = False) -> Iterator[Partition]:
     """The rows by partition; those of one keep their order, and if they are to be `whole` their columns, too."""
     if not rows.num_rows:
         return

@@ -14,17 +14,17 @@ import pyarrow as pa
 
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, TableId, TableSchema
-from tailrace.tables.compaction_plan import Tended, Upkeep
+from tailrace.tables.compaction_plan import UpkeepPlan, UpkeepResult
 from tailrace.tables.evolve.schema_plan import Recast
-from tailrace.tables.fold.fold import Flags, Folded
+from tailrace.tables.fold.fold import Flags, FoldedChanges
 
 if TYPE_CHECKING:
-    from tailrace.tables.spec import Origin
+    from tailrace.tables.spec import LoadOrigin
     from tailrace.tables.staging import StagedFile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cursor:
+class AppliedPosition:
     """What a table has applied, kept in its own commit."""
 
     seq: int
@@ -36,19 +36,19 @@ class Cursor:
     load: str | None = None
     """The load that the table came from, if that has a name; applying keeps it."""
 
-    def covers(self, other: Cursor) -> bool:
+    def covers(self, other: AppliedPosition) -> bool:
         """Whether a table that stands here has all that one has which stands there. The number alone does not tell: a
         point inside a commit has that of the commit before."""
         return self.seq >= other.seq and self.position >= other.position
 
 
 @dataclass(frozen=True, kw_only=True)
-class Applied:
+class WriteResult:
     """What an apply came to. `cursor` is where the table stands now."""
 
     committed: bool
     """False: there was nothing to do, and the table and its position are as they were."""
-    cursor: Cursor
+    applied_position: AppliedPosition
     upserted: int = 0
     deleted: int = 0
     bytes: int = 0
@@ -57,7 +57,7 @@ class Applied:
     """The table's own number of what it is now, where that is known."""
 
 
-Reread = Callable[[pa.Table], pa.Table]
+Refetch = Callable[[pa.Table], pa.Table]
 """Given keys, the key's columns by their own names, the rows as the source has them now, all columns; a row that
 is gone is not among them."""
 
@@ -78,19 +78,24 @@ class LakeTable(Protocol):
     sent to another process.
     """
 
-    def cursor(self) -> Cursor | None:
+    def applied_position(self) -> AppliedPosition | None:
         """What this log has applied; None only if there is no table here, or none with a position of this log.
 
         Raises `ForeignWrite` if someone else changed the table since, `TableUnusable` if it cannot be read.
         """
         ...
 
-    def shape(self) -> TableSchema | None:
+    def schema(self) -> TableSchema | None:
         """The source's shape as of the last commit of this log; None where `cursor` is None."""
         ...
 
     def load(
-        self, schema: TableSchema, batches: Iterable[pa.RecordBatch], cursor: Cursor, *, origin: Origin | None = None
+        self,
+        schema: TableSchema,
+        batches: Iterable[pa.RecordBatch],
+        cursor: AppliedPosition,
+        *,
+        origin: LoadOrigin | None = None,
     ) -> int:
         """Make these rows of the source all that the table holds, at this position; return how many.
 
@@ -104,13 +109,13 @@ class LakeTable(Protocol):
         """Raise what `load` and `land` of this source table would raise before they begin; nothing is touched."""
         ...
 
-    def land(
+    def commit_load(
         self,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        cursor: Cursor,
+        cursor: AppliedPosition,
         *,
-        origin: Origin | None = None,
+        origin: LoadOrigin | None = None,
         kept: Sequence[Column] = (),
     ) -> int:
         """Make these staged files all that the table holds, at this position, in one commit; return their rows.
@@ -124,13 +129,13 @@ class LakeTable(Protocol):
     def apply(
         self,
         schema: TableSchema,
-        folded: Folded,
-        expected: Cursor,
-        cursor: Cursor,
+        folded: FoldedChanges,
+        expected: AppliedPosition,
+        cursor: AppliedPosition,
         *,
         touch: bool = False,
-        reread: Reread | None = None,
-    ) -> Applied:
+        reread: Refetch | None = None,
+    ) -> WriteResult:
         """Bring the table from `expected` to `cursor` in one commit.
 
         Does nothing if the table is already at or past `cursor.seq`, or if the fold is empty: a quiet table's
@@ -146,16 +151,16 @@ class LakeTable(Protocol):
         """
         ...
 
-    def refresh(
+    def merge_load(
         self,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        expected: Cursor,
-        cursor: Cursor,
+        expected: AppliedPosition,
+        cursor: AppliedPosition,
         *,
         keys: Sequence[StagedFile] | None = None,
-        origin: Origin | None = None,
-    ) -> Applied:
+        origin: LoadOrigin | None = None,
+    ) -> WriteResult:
         """Make the rows of a table with a key those of the staged files, in one commit, and leave alone what holds
         them already. A table that keeps what the source no longer has keeps it; one of changes gets the rows added.
 
@@ -166,7 +171,7 @@ class LakeTable(Protocol):
         """
         ...
 
-    def evolve(self, recast: Recast, expected: Cursor) -> Applied:
+    def evolve(self, recast: Recast, expected: AppliedPosition) -> WriteResult:
         """Make the table one of the recast's shape, at the position it has, in one commit; nothing if it is already.
 
         Columns that the source no longer has and that are not dropped stay, beside those of the shape: rows that come
@@ -174,7 +179,7 @@ class LakeTable(Protocol):
         """
         ...
 
-    def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
+    def compact(self, upkeep: UpkeepPlan, expected: AppliedPosition) -> UpkeepResult:
         """Join small files and remove those that nobody needs, in commits that change no row and state the position."""
         ...
 
@@ -187,14 +192,16 @@ class LakeTable(Protocol):
         ...
 
 
-class MendedTable(LakeTable, Protocol):
+class RepairableTable(LakeTable, Protocol):
     """One of which single rows can be looked for and put right, for changes that it could not take."""
 
-    def holds(self, schema: TableSchema, keys: pa.Table) -> Flags:
+    def keys_exist(self, schema: TableSchema, keys: pa.Table) -> Flags:
         """Which of these keys, the key's columns by their own names, it has a row of; each is asked for once."""
         ...
 
-    def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor, said: pa.Table | None = None) -> Applied:
+    def upsert_rows(
+        self, schema: TableSchema, rows: pa.Table, expected: AppliedPosition, said: pa.Table | None = None
+    ) -> WriteResult:
         """Make these whole rows the ones under their keys, at the position that the table has, in one commit.
 
         For rows that are known to be what the table would hold at that position, had it been able to take their
@@ -203,11 +210,13 @@ class MendedTable(LakeTable, Protocol):
         """
         ...
 
-    def late(self) -> str | None:
+    def replay_id(self) -> str | None:
         """The name that the last `add` was given; None: there was none since the table was loaded."""
         ...
 
-    def add(self, schema: TableSchema, folded: Folded, expected: Cursor, *, after: str | None, late: str) -> Applied:
+    def append_rows(
+        self, schema: TableSchema, folded: FoldedChanges, expected: AppliedPosition, *, after: str | None, late: str
+    ) -> WriteResult:
         """Add rows, in a table without a key or one of changes, at the position that it has, in one commit that bears
         the name `late`; every later commit bears it too, until the next that is given one.
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tailrace.errors import ForeignWrite, FormChanged, SchemaChanged, TableUnusable
 from tailrace.model.schema import TableSchema
-from tailrace.tables.delta.commit_log import REPLACE_HINT, Position
-from tailrace.tables.port import Cursor
-from tailrace.tables.spec import Form
+from tailrace.tables.delta.commit_log import REPLACE_HINT, CommitRecord
+from tailrace.tables.port import AppliedPosition
+from tailrace.tables.spec import TableSpec
 
 ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
 _GONE_HINT = (
@@ -18,15 +18,15 @@ _GONE_HINT = (
 _FORM_HINT = "Set it back as it was, or have all that the table holds replaced: `tailrace snapshot FILE TABLE`."
 
 
-def refuse_elsewhere(path: Path, position: Position, schema: TableSchema, expected: Cursor) -> None:
+def refuse_other_position(path: Path, position: CommitRecord, schema: TableSchema, expected: AppliedPosition) -> None:
     """Refuse to go on from another position, or with rows of another shape."""
-    if position.cursor != expected:
-        raise elsewhere(path, position.cursor, expected)
+    if position.applied_position != expected:
+        raise wrong_position(path, position.applied_position, expected)
     if not position.schema.same_rows(schema):
         raise SchemaChanged("the table was loaded with other columns", table=schema.table, path=path, hint=REPLACE_HINT)
 
 
-def elsewhere(path: Path, here: Cursor, expected: Cursor) -> ForeignWrite:
+def wrong_position(path: Path, here: AppliedPosition, expected: AppliedPosition) -> ForeignWrite:
     """What an apply that starts from another position is told."""
     return ForeignWrite(
         "the table is not where this apply starts from",
@@ -37,30 +37,30 @@ def elsewhere(path: Path, here: Cursor, expected: Cursor) -> ForeignWrite:
     )
 
 
-def overtaken(path: Path) -> ForeignWrite:
+def concurrent_commit(path: Path) -> ForeignWrite:
     """What a commit is told that came second."""
     return ForeignWrite("someone else committed to the table at the same time", path=path, hint=ONE_APPLIER)
 
 
-def refuse_other_letters(path: Path, position: Position, after: str | None) -> None:
+def refuse_other_replay(path: Path, position: CommitRecord, after: str | None) -> None:
     """Refuse to add what letters hold to a table that others have been added to since it was looked at."""
-    if position.late != after:
-        raise overtaken(path)
+    if position.replay_id != after:
+        raise concurrent_commit(path)
 
 
-def refuse_form(path: Path, asked: Form, position: Position) -> None:
+def refuse_other_spec(path: Path, asked: TableSpec, position: CommitRecord) -> None:
     """Refuse a table that was made in another form than the settings ask for."""
-    if not asked.alike(position.form, position.schema):
+    if not asked.is_equivalent(position.spec, position.schema):
         raise FormChanged(
             "the table was made in another form than the settings ask for",
             path=path,
-            made=position.form.described,
+            made=position.spec.described,
             asked=asked.described,
             hint=_FORM_HINT,
         )
 
 
-def strangers(path: Path, log: str | None) -> ForeignWrite:
+def location_taken(path: Path, log: str | None) -> ForeignWrite:
     """What a load is told whose place is taken."""
     return ForeignWrite(
         "a table that this change log did not make already stands here",
@@ -70,7 +70,7 @@ def strangers(path: Path, log: str | None) -> ForeignWrite:
     )
 
 
-def put_back(path: Path, here: Cursor, expected: Cursor) -> ForeignWrite:
+def table_went_back(path: Path, here: AppliedPosition, expected: AppliedPosition) -> ForeignWrite:
     """What is told of a table that was further already."""
     return ForeignWrite(
         "the table was put back to an older state",

@@ -23,7 +23,7 @@ REPLACED_HINT = (
 """Of a table that keeps what the source no longer has."""
 
 
-def unusable(shape: TableSchema, found: TableSchema, commit: int) -> SchemaChanged | None:
+def schema_mismatch(shape: TableSchema, found: TableSchema, commit: int) -> SchemaChanged | None:
     """Why rows of the shape found cannot go into a table of this shape; None if they can."""
     if found.table == shape.table and found.relation == shape.relation and found.same_rows(shape):
         return None
@@ -31,12 +31,12 @@ def unusable(shape: TableSchema, found: TableSchema, commit: int) -> SchemaChang
         "the source table changed its shape",
         table=shape.table,
         commit=commit,
-        change=difference(shape, found),
+        change=describe_difference(shape, found),
         hint=RELOAD_HINT,
     )
 
 
-def difference(old: TableSchema, new: TableSchema) -> str:
+def describe_difference(old: TableSchema, new: TableSchema) -> str:
     """What changed between two shapes, in a few words."""
     if old.table != new.table:
         return f"renamed to {new.table}"

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tailrace.model.schema import TableSchema
-from tailrace.tables.staging import COMPRESSION, repetitive
+from tailrace.tables.staging import COMPRESSION, dictionary_columns
 
 SAMPLE_ROWS = 1024
 
 
-class Weight:
+class SizeEstimate:
     """Of changes of one shape, as the log's reader completes them; they are added one batch after the other."""
 
     def __init__(self, shape: TableSchema) -> None:
@@ -48,9 +48,9 @@ class Weight:
             return self._memory
 
 
-def weigh(shape: TableSchema, changes: pa.Table) -> int:
+def estimate_bytes(shape: TableSchema, changes: pa.Table) -> int:
     """Of changes that are all at hand."""
-    weight = Weight(shape)
+    weight = SizeEstimate(shape)
     weight.add(changes)
     return weight.bytes
 
@@ -61,7 +61,7 @@ def _encoded(rows: pa.Table) -> int:
         pa.BufferOutputStream(),
         rows.schema,
         compression=COMPRESSION,
-        use_dictionary=repetitive(rows),
+        use_dictionary=dictionary_columns(rows),
         write_statistics=False,
     ) as writer:
         writer.write_table(rows)

@@ -39,12 +39,12 @@ VALID_FROM, VALID_TO, CURRENT = "_valid_from", "_valid_to", "_current"
 
 TIME = pa.timestamp("us", "UTC")
 _TYPES: Mapping[str, pa.DataType] = {
-    **{field.name: field.type for field in change.ALWAYS},
+    **{field.name: field.type for field in change.REQUIRED},
     change.UNCHANGED: pa.list_(pa.string()),
     VALID_FROM: TIME, VALID_TO: TIME, CURRENT: pa.bool_(),
 }  # fmt: skip
 
-METADATA = tuple(field.name for field in change.ALWAYS)
+METADATA = tuple(field.name for field in change.REQUIRED)
 """What a table may say of the change that each row comes from, by name."""
 _OF_APPEND = (*METADATA, change.UNCHANGED)
 _OF_HISTORY = (VALID_FROM, VALID_TO, CURRENT, change.SEQ, change.TX)
@@ -58,95 +58,95 @@ _KEYLESS_HINT = "Give the table a primary key or a replica identity with one, or
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class TableSpec:
     """One table's form."""
 
     mode: TableMode = TableMode.MIRROR
     soft_delete: bool = False
     """Of a mirror: rows that are deleted stay, marked"""
-    mark: str = DELETED
+    deleted_column: str = DELETED
     """in this column."""
     metadata: tuple[str, ...] = ()
     """Which of `METADATA` stand with each row, besides those that the mode needs."""
-    columns: tuple[tuple[str, str], ...] = ()
+    renamed_columns: tuple[tuple[str, str], ...] = ()
     """Columns that have another name in the lake: the source's, the lake's."""
     partition_by: tuple[str, ...] = ()
     """Columns, by their names in the lake, whose values say which rows lie together."""
-    keeps: bool = False
+    holds_messages: bool = False
     """Of a mirror: its rows are messages, and stay as they are when the source no longer has them."""
 
     def __post_init__(self) -> None:
         if self.soft_delete and self.mode is not TableMode.MIRROR:
             raise ValueError("only a mirror marks what is deleted")
-        if self.keeps and (self.soft_delete or self.mode is not TableMode.MIRROR):
+        if self.holds_messages and (self.soft_delete or self.mode is not TableMode.MIRROR):
             raise ValueError("messages are kept as they are")
         if not set(self.metadata) <= set(METADATA):
             raise ValueError("there is no such metadata column")
 
     @property
-    def added(self) -> tuple[Column, ...]:
+    def added_columns(self) -> tuple[Column, ...]:
         """The columns beside the source's own, in order."""
         needed = {TableMode.MIRROR: (), TableMode.HISTORY: _OF_HISTORY, TableMode.APPEND: _OF_APPEND}[self.mode]
         wanted = [name for name in METADATA if name in self.metadata and name not in needed]
-        marks = (Column(name=self.mark, source_type="", type=pa.bool_()),) if self.soft_delete else ()
+        marks = (Column(name=self.deleted_column, source_type="", type=pa.bool_()),) if self.soft_delete else ()
         return (*marks, *(Column(name=name, source_type="", type=_TYPES[name]) for name in (*needed, *wanted)))
 
     @property
-    def retains(self) -> bool:
+    def keeps_past(self) -> bool:
         """Whether the table holds what the source no longer has, so that loading it anew must not replace it."""
-        return self.mode is not TableMode.MIRROR or self.soft_delete or self.keeps
+        return self.mode is not TableMode.MIRROR or self.soft_delete or self.holds_messages
 
     @property
-    def exact(self) -> bool:
+    def needs_exact_load(self) -> bool:
         """Whether only a load in one snapshot will do: a row that is read after a change of it is applied again, which
         a mirror does not notice. Or the log must bring the table there first: messages may be gone at the source."""
-        return self.mode is not TableMode.MIRROR or self.keeps
+        return self.mode is not TableMode.MIRROR or self.holds_messages
 
-    def stored(self, schema: TableSchema) -> TableSchema:
+    def stored_schema(self, schema: TableSchema) -> TableSchema:
         """The lake table's own shape; refuses a source table that cannot have this form."""
-        if self == PLAIN:
+        if self == PLAIN_MIRROR:
             return schema
         self._refuse_keyless(schema)
-        own = [replace(column, name=self.name_of(column.name)) for column in schema.columns]
+        own = [replace(column, name=self.lake_name(column.name)) for column in schema.columns]
         taken: set[str] = set()
-        for column in (*own, *self.added):
+        for column in (*own, *self.added_columns):
             if column.name.lower() in taken:
                 what, hint = "two columns of the lake table would have one name", _TWINS_HINT
-                if column in self.added:
+                if column in self.added_columns:
                     what, hint = "a column has the name of one that the table's form adds", _COLLISION_HINT
                 raise TableUnusable(what, table=schema.table, column=column.name, hint=hint)
             taken.add(column.name.lower())
-        key = () if self.mode is TableMode.APPEND else tuple(map(self.name_of, schema.key))
-        stored = replace(schema, columns=(*own, *self.added), key=key, facts=None)
+        key = () if self.mode is TableMode.APPEND else tuple(map(self.lake_name, schema.key))
+        stored = replace(schema, columns=(*own, *self.added_columns), key=key, facts=None)
         refuse_columns(stored, self.partition_by)
         return stored
 
-    def alike(self, other: Form, schema: TableSchema) -> bool:
+    def is_equivalent(self, other: TableSpec, schema: TableSchema) -> bool:
         """Whether both make the same of the source's table; names of columns that it does not have make no
         difference."""
         mine, theirs = (
-            replace(form, columns=tuple(pair for pair in form.columns if pair[0] in schema.names))
+            replace(form, renamed_columns=tuple(pair for pair in form.renamed_columns if pair[0] in schema.names))
             for form in (self, other)
         )
         return mine == theirs
 
-    def name_of(self, column: str) -> str:
+    def lake_name(self, column: str) -> str:
         """What a column of the source is called in the lake."""
-        return dict(self.columns).get(column, column)
+        return dict(self.renamed_columns).get(column, column)
 
     def partitions_of(self, schema: TableSchema) -> dict[str, str]:
         """Columns of the source that the lake table is partitioned by: their names there, and in the lake."""
-        return {name: own for name in schema.names if (own := self.name_of(name)) in self.partition_by}
+        return {name: own for name in schema.names if (own := self.lake_name(name)) in self.partition_by}
 
-    def can_mend(self, schema: TableSchema) -> bool:
+    def can_repair(self, schema: TableSchema) -> bool:
         """Whether a row that the table lacks can be asked for by its key and put in; what one change of many was, or
         which of equal rows, the source does not tell."""
         return self.mode is not TableMode.APPEND and bool(schema.key)
 
-    def refuse_part(self, table: TableId) -> None:
+    def refuse_partial_load(self, table: TableId) -> None:
         """Refuse to read a part of the table again where every change or version is kept."""
-        if self.exact:
-            what = "messages" if self.keeps else f"a table in `mode: {self.mode.value}`"
+        if self.needs_exact_load:
+            what = "messages" if self.holds_messages else f"a table in `mode: {self.mode.value}`"
             raise Unsupported(
                 f"a part of {what} cannot be read again",
                 table=table,
@@ -156,10 +156,10 @@ class Form:
     def _refuse_keyless(self, schema: TableSchema) -> None:
         if self.mode is TableMode.APPEND:
             return
-        if not schema.key and (self.retains or self.metadata):
+        if not schema.key and (self.keeps_past or self.metadata):
             what = "a history" if self.mode is TableMode.HISTORY else "a mirror with columns of its own"
             raise TableUnusable(f"{what} needs a table with a key", table=schema.table, hint=_KEYLESS_HINT)
-        if schema.identity is Identity.NONE and self.retains and not self.keeps:
+        if schema.identity is Identity.NONE and self.keeps_past and not self.holds_messages:
             raise TableUnusable(
                 "the source does not tell which rows are updated and deleted", table=schema.table, hint=_KEYLESS_HINT
             )
@@ -169,41 +169,47 @@ class Form:
             "mode": self.mode.value,
             "soft_delete": self.soft_delete,
             "metadata": list(self.metadata),
-            "columns": [list(pair) for pair in self.columns],
-            **({"mark": self.mark} if self.mark != DELETED else {}),
+            "columns": [list(pair) for pair in self.renamed_columns],
+            **({"mark": self.deleted_column} if self.deleted_column != DELETED else {}),
             **({"partition_by": list(self.partition_by)} if self.partition_by else {}),
-            **({"keeps": True} if self.keeps else {}),
+            **({"keeps": True} if self.holds_messages else {}),
         }
 
     @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> Form:
+    def from_json(cls, stored: dict[str, Any]) -> TableSpec:
         return cls(
             mode=TableMode(stored["mode"]),
             soft_delete=stored["soft_delete"],
             metadata=tuple(stored["metadata"]),
-            columns=tuple((old, new) for old, new in stored["columns"]),
-            mark=stored.get("mark", DELETED),
+            renamed_columns=tuple((old, new) for old, new in stored["columns"]),
+            deleted_column=stored.get("mark", DELETED),
             partition_by=tuple(stored.get("partition_by", ())),
-            keeps=stored.get("keeps", False),
+            holds_messages=stored.get("keeps", False),
         )
 
     def __str__(self) -> str:
         """In a word or two, for people."""
-        return "messages" if self.keeps else f"{self.mode.value}, soft delete" if self.soft_delete else self.mode.value
+        return (
+            "messages"
+            if self.holds_messages
+            else f"{self.mode.value}, soft delete"
+            if self.soft_delete
+            else self.mode.value
+        )
 
     @property
     def described(self) -> str:
         """All of it, for people."""
         apart = [f"partitioned by {' and '.join(self.partition_by)}"] if self.partition_by else []
-        return ", ".join([str(self), *self.metadata, *(f"{old} as {new}" for old, new in self.columns), *apart])
+        return ", ".join([str(self), *self.metadata, *(f"{old} as {new}" for old, new in self.renamed_columns), *apart])
 
 
-PLAIN = Form()
+PLAIN_MIRROR = TableSpec()
 """A mirror with nothing beside the source's own columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class LoadOrigin:
     """Where rows that a load reads come from: they are as they were there, or later."""
 
     seq: int
@@ -212,5 +218,5 @@ class Origin:
     """When the load began, µs since 1970 by the clock of this machine."""
 
 
-NOWHERE = Origin(seq=0, position=str(ZERO), read_at=0)
+NO_ORIGIN = LoadOrigin(seq=0, position=str(ZERO), read_at=0)
 """Where the form asks for nothing."""

@@ -25,10 +25,17 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from tailrace.model.schema import TableSchema
-from tailrace.tables.delta.commit_log import file_names, named_since, newest_commit_ns, sync_folders
+from tailrace.tables.delta.commit_log import file_names, files_named_since, newest_commit_ns, sync_folders
 from tailrace.tables.iceberg.schema_mapping import file_fields
 from tailrace.tables.limits import own_batches, refuse_names
-from tailrace.tables.partitions import Partition, Texts, apart, folder_of, inside, refuse_misfits
+from tailrace.tables.partitions import (
+    Partition,
+    PartitionTexts,
+    folder_of,
+    refuse_unusable_values,
+    schema_in_files,
+    split_by_partition,
+)
 from tailrace.tables.statistics import FloatBounds, delta_stats, footer_columns
 from tailrace.tables.table_folder import existing_folder, find_folder, is_partition, make_folder, unreadable
 
@@ -61,7 +68,7 @@ class StagedFile:
     rows: int
     stats: str
     """Delta's statistics, as JSON."""
-    values: Texts = field(default_factory=dict)
+    values: PartitionTexts = field(default_factory=dict)
     """Of the partition that it holds rows of."""
 
     def to_json(self) -> dict[str, Any]:
@@ -120,7 +127,7 @@ def discard(path: Path, prefix: str, *, last: bool = False) -> int:
             found = {name: at for name, at in found.items() if at > newest}
         if folder is None or not found:
             return 0
-        kept = named_since(folder, min(found.values()))
+        kept = files_named_since(folder, min(found.values()))
         if find_folder(path) is not None:
             kept |= set(file_names(DeltaTable(str(folder))))
         strays = [name for name in found if name not in kept]
@@ -184,7 +191,7 @@ def _groups(batches: Iterable[pa.RecordBatch], bytes_max: int) -> Iterator[pa.Ta
         yield pa.Table.from_batches(pending)
 
 
-def repetitive(group: pa.Table) -> list[str]:
+def dictionary_columns(group: pa.Table) -> list[str]:
     """The columns whose values repeat themselves, by their paths in the file, as some of the rows tell. Of others a
     dictionary holds nearly every value, and costs more than all the rest of writing them."""
     rows = pa.array(np.linspace(0, group.num_rows - 1, min(group.num_rows, SAMPLE_ROWS), dtype=np.int64))
@@ -215,7 +222,7 @@ class _Parts:
         name: str,
         schema: TableSchema,
         file_bytes: int,
-        values: Texts | None = None,
+        values: PartitionTexts | None = None,
         fields: pa.Schema | None = None,
     ) -> None:
         self._path, self._name, self._schema, self._file_bytes = path, name, schema, file_bytes
@@ -278,7 +285,7 @@ class _Parts:
                 compression=COMPRESSION,
                 store_schema=False,
                 write_statistics=footer_columns(self._schema),
-                use_dictionary=repetitive(group),
+                use_dictionary=dictionary_columns(group),
                 store_decimal_as_integer=True,
                 use_deprecated_int96_timestamps=False,
             )
@@ -321,7 +328,7 @@ class _Partitions:
     ) -> None:
         self._path, self._name, self._schema, self._by = path, name, schema, partition_by
         self._file_bytes, self._fields = file_bytes, fields
-        self._inside = inside(schema, partition_by) if fields is None else schema
+        self._inside = schema_in_files(schema, partition_by) if fields is None else schema
         self._waiting: dict[str, list[Partition]] = {}
         self._bytes = 0
         self._open: dict[str, _Parts] = {}
@@ -330,8 +337,8 @@ class _Partitions:
         self._done: list[StagedFile] = []
 
     def add(self, group: pa.Table) -> None:
-        refuse_misfits(self._schema, self._by, group)
-        for partition in apart(group, self._by, whole=self._fields is not None):
+        refuse_unusable_values(self._schema, self._by, group)
+        for partition in split_by_partition(group, self._by, whole=self._fields is not None):
             self._waiting.setdefault(partition.folder, []).append(partition)
         self._bytes += group.nbytes
         if self._bytes >= WAITING_BYTES_MAX:
@@ -345,7 +352,7 @@ class _Partitions:
                 parts.add(group)
         self._waiting, self._bytes = {}, 0
 
-    def _opened(self, folder: str, values: Texts) -> _Parts:
+    def _opened(self, folder: str, values: PartitionTexts) -> _Parts:
         parts = self._open.pop(folder, None)
         if parts is None:
             name = f"{self._name}-{len(self._all):06d}"

@@ -21,7 +21,7 @@ from tailrace.errors import TableUnusable
 from tailrace.tables.delta.commit_log import has_commits
 from tailrace.tables.table_paths import UNUSABLE
 
-ASIDE = ".tailrace"
+LINK_TARGETS = ".tailrace"
 SCRATCH = "_tailrace"
 """Below a table's folder, while it is worked on; readers and Delta's own upkeep pass over names that begin so."""
 REBUILT = "_rebuild"
@@ -92,7 +92,7 @@ def make_folder(path: Path) -> Path:
     try:
         if _needs_link(path) and not path.is_symlink():
             around = next(folder for folder in path.parents if not UNUSABLE.search(str(folder)))
-            aside = around / ASIDE / uuid.uuid4().hex
+            aside = around / LINK_TARGETS / uuid.uuid4().hex
             aside.mkdir(parents=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             try:

@@ -40,12 +40,12 @@ def table_path(root: Path, table: TableId, template: str = TEMPLATE, pipeline: s
     return root.joinpath(*parts)
 
 
-def meet(one: Path, other: Path) -> bool:
+def overlap(one: Path, other: Path) -> bool:
     """Whether tables in these folders would be in each other's way."""
     return one == other or one in other.parents or other in one.parents
 
 
-def anothers(path: Path, other: TableId | None, table: TableId) -> TableUnusable:
+def folder_taken(path: Path, other: TableId | None, table: TableId) -> TableUnusable:
     """Why a table cannot lie here."""
     return TableUnusable(
         "another table of the source has this folder, or one in it or around it",

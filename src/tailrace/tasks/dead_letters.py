@@ -15,25 +15,33 @@ import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.capture.postgres import values
-from tailrace.deadletters.keyed import DeadKeys, Holds, Sifted, has_unfit, sift, sift_kept, sift_versions
-from tailrace.deadletters.keyless import DeadImages, sift_each, sift_images
-from tailrace.deadletters.store import Bundle, Letters
+from tailrace.deadletters.keyed import (
+    DeadLetterKeys,
+    KeyExists,
+    SplitResult,
+    has_unfit,
+    split_rejects,
+    split_rejects_between_truncates,
+    split_rejects_of_versions,
+)
+from tailrace.deadletters.keyless import DeadLetterImages, split_rejects_keyless, split_rejects_of_append
+from tailrace.deadletters.store import DeadLetterBatch, DeadLetterStore
 from tailrace.errors import BaseRowMissing, DeadLettersFull, TransformFailed, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import Column, TableSchema
 from tailrace.storage.files import LogPath
-from tailrace.tables.fold.by_mode import fold_into
+from tailrace.tables.fold.by_mode import fold_by_mode
 from tailrace.tables.fold.fold import Flags, key_ordinals
 from tailrace.tables.fold.row_ids import one_array
 from tailrace.tables.fold.row_versions import LATEST, latest_times
-from tailrace.tables.port import Applied, Cursor, MendedTable, Reread
-from tailrace.tables.spec import Form, TableMode
-from tailrace.transforms.output_schema import is_touched
+from tailrace.tables.port import AppliedPosition, Refetch, RepairableTable, WriteResult
+from tailrace.tables.spec import TableMode, TableSpec
+from tailrace.transforms.output_schema import is_changed_by_rule
 
-LETTERS_MAX = 10_000
+DEAD_LETTERS_MAX = 10_000
 """Open ones of one table. All their keys are held in memory while changes are told apart."""
 
-NOT_TAKEN = (ValueUnfit, TransformFailed, BaseRowMissing)
+REJECTABLE_ERRORS = (ValueUnfit, TransformFailed, BaseRowMissing)
 """What is raised for changes that a table cannot take, and that may be set aside."""
 
 STOPPED_HINT = (
@@ -44,139 +52,139 @@ STOPPED_HINT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class ApplyStep:
     """One stretch of changes for one table."""
 
     log: LogPath
     schema: TableSchema
-    form: Form
-    expected: Cursor
-    cursor: Cursor
-    on: bool
+    spec: TableSpec
+    expected: AppliedPosition
+    position_after: AppliedPosition
+    dead_letters_enabled: bool
     """Whether changes are set aside; otherwise one that cannot be applied is an error, and letters of before stay."""
-    reread: Reread | None = None
+    refetch: Refetch | None = None
 
     @property
-    def rereads(self) -> bool:
+    def may_refetch(self) -> bool:
         """Whether the table can take a change that leaves out values which neither it nor the batch has: its row is
         read again. Whoever keeps letters sets such a change aside."""
-        return self.reread is not None and not self.on
+        return self.refetch is not None and not self.dead_letters_enabled
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
+class ApplyStepResult:
     """What an apply came to, and what it set aside."""
 
-    applied: Applied
-    letters: int = 0
+    applied: WriteResult
+    dead_letters: int = 0
 
 
-def apply_with_letters(table: MendedTable, step: Step, changes: pa.Table) -> Done:
+def apply_with_dead_letters(table: RepairableTable, step: ApplyStep, changes: pa.Table) -> ApplyStepResult:
     """One commit. Where nothing is left to write the position is still committed: the driver goes on from it."""
-    letters = Letters(step.log, step.schema.table)
-    if not letters.any and not (step.on and has_unfit(changes)):
+    letters = DeadLetterStore(step.log, step.schema.table)
+    if not letters.has_any and not (step.dead_letters_enabled and has_unfit(changes)):
         try:
-            return Done(applied=_apply(table, step, changes))
-        except NOT_TAKEN:
-            if not step.on:
+            return ApplyStepResult(applied=_apply(table, step, changes))
+        except REJECTABLE_ERRORS:
+            if not step.dead_letters_enabled:
                 raise
-    here = table.cursor()
-    if here is not None and here.seq >= step.cursor.seq:
-        return Done(applied=Applied(committed=False, cursor=here))
+    here = table.applied_position()
+    if here is not None and here.seq >= step.position_after.seq:
+        return ApplyStepResult(applied=WriteResult(committed=False, applied_position=here))
     if here != step.expected:
-        return Done(applied=_apply(table, step, changes.slice(0, 0)))  # which says why not
-    letters.settle(step.expected.load, table.late())
-    letters.void(step.expected.seq)
-    sifted = sifted_by(partial(table.holds, step.schema), step, changes, letters)
-    keep_letters(step, sifted, letters)
+        return ApplyStepResult(applied=_apply(table, step, changes.slice(0, 0)))  # which says why not
+    letters.recover(step.expected.load, table.replay_id())
+    letters.discard_after(step.expected.seq)
+    sifted = split_by_mode(partial(table.keys_exist, step.schema), step, changes, letters)
+    store_dead_letters(step, sifted, letters)
     applied = _apply(table, step, sifted.changes)
-    letters.tidy(step.cursor.seq)
+    letters.remove_closed(step.position_after.seq)
     failpoints.hit("letters.tidied")
-    return Done(applied=applied, letters=sifted.letters.num_rows)
+    return ApplyStepResult(applied=applied, dead_letters=sifted.dead_letters.num_rows)
 
 
-def keep_letters(step: Step, sifted: Sifted, letters: Letters) -> None:
+def store_dead_letters(step: ApplyStep, sifted: SplitResult, letters: DeadLetterStore) -> None:
     """Make letters of what was left out, if there is any and not too much; they count once the table is there."""
     refuse_too_many(step, sifted, letters)
-    if sifted.letters.num_rows or sifted.cleared.size or sifted.passed.size:
+    if sifted.dead_letters.num_rows or sifted.cleared.size or sifted.superseded.size:
         letters.write(
             step.schema,
-            step.cursor.seq,
-            sifted.letters,
+            step.position_after.seq,
+            sifted.dead_letters,
             sifted.causes,
             sifted.cleared.tolist(),
-            passed=sifted.passed.tolist(),
+            passed=sifted.superseded.tolist(),
         )
         failpoints.hit("letters.written")
 
 
-def _apply(table: MendedTable, step: Step, changes: pa.Table) -> Applied:
-    folded = fold_into(step.form, step.schema, changes, rereads=step.rereads)
-    return table.apply(step.schema, folded, step.expected, step.cursor, touch=True, reread=step.reread)
+def _apply(table: RepairableTable, step: ApplyStep, changes: pa.Table) -> WriteResult:
+    folded = fold_by_mode(step.spec, step.schema, changes, rereads=step.may_refetch)
+    return table.apply(step.schema, folded, step.expected, step.position_after, touch=True, reread=step.refetch)
 
 
-def sifted_by(holds: Holds, step: Step, changes: pa.Table, letters: Letters) -> Sifted:
+def split_by_mode(holds: KeyExists, step: ApplyStep, changes: pa.Table, letters: DeadLetterStore) -> SplitResult:
     """Changes, which have every column, told apart by what the table holds and by the letters that are open."""
-    schema, form, here = step.schema, step.form, step.expected.seq
+    schema, form, here = step.schema, step.spec, step.expected.seq
     by = form.partitions_of(schema)
     if form.mode is TableMode.APPEND:
-        return sift_each(schema, changes, by)
+        return split_rejects_of_append(schema, changes, by)
     if not schema.key:
-        known = ((bundle.shape, bundle.changes) for bundle in letters.open(here))
-        return sift_images(schema, changes, DeadImages.of(schema, known, letter_value), by)
-    dead = dead_keys(schema, letters.keys(here))
+        known = ((bundle.schema, bundle.changes) for bundle in letters.read_open(here))
+        return split_rejects_keyless(schema, changes, DeadLetterImages.of(schema, known, value_from_text), by)
+    dead = keys_of_dead_letters(schema, letters.read_open_keys(here))
     if form.mode is TableMode.HISTORY:  # of which no version is ever read again
-        return _sifted_versions(schema, changes, dead, holds, by)
-    apart = sift_kept if form.soft_delete else sift
-    asked = holds if step.reread is None else all_held  # what is missing is read again
-    return apart(schema, changes, dead, asked, by, rereads=step.rereads)
+        return _split_history(schema, changes, dead, holds, by)
+    apart = split_rejects_between_truncates if form.soft_delete else split_rejects
+    asked = holds if step.refetch is None else assume_all_exist  # what is missing is read again
+    return apart(schema, changes, dead, asked, by, rereads=step.may_refetch)
 
 
-def letter_value(column: Column, text: str) -> pa.Scalar | None:
+def value_from_text(column: Column, text: str) -> pa.Scalar | None:
     """A text that the source sent as a value of the column; none of one that a rule works on."""
-    return None if is_touched(column) else values.value_of(text, column.type)
+    return None if is_changed_by_rule(column) else values.parse_value(text, column.type)
 
 
-def _sifted_versions(
-    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds, partition_by: dict[str, str]
-) -> Sifted:
+def _split_history(
+    schema: TableSchema, changes: pa.Table, dead: DeadLetterKeys, holds: KeyExists, partition_by: dict[str, str]
+) -> SplitResult:
     """What is set aside counts for the times of the others all the same."""
     if LATEST not in changes.column_names:
         changes = changes.append_column(LATEST, pa.array(latest_times(changes)))
-    found = sift_versions(schema, changes, dead, holds, partition_by)
-    return replace(found, letters=found.letters.drop_columns([LATEST]))
+    found = split_rejects_of_versions(schema, changes, dead, holds, partition_by)
+    return replace(found, dead_letters=found.dead_letters.drop_columns([LATEST]))
 
 
-def all_held(keys: pa.Table) -> Flags:
+def assume_all_exist(keys: pa.Table) -> Flags:
     """Of each key, that the table has a row of it."""
     return np.ones(keys.num_rows, np.bool_)
 
 
-def refuse_too_many(step: Step, sifted: Sifted, letters: Letters) -> None:
+def refuse_too_many(step: ApplyStep, sifted: SplitResult, letters: DeadLetterStore) -> None:
     """Raise where nothing may be set aside, or more is than a person could look at."""
-    if sifted.causes and not step.on:
+    if sifted.causes and not step.dead_letters_enabled:
         first = sifted.causes[0]
         raise type(first)(first.message, hint=STOPPED_HINT, **first.fields)
     there = letters.count(step.expected.seq) - int(sifted.cleared.size)
-    if there + sifted.letters.num_rows > LETTERS_MAX:
+    if there + sifted.dead_letters.num_rows > DEAD_LETTERS_MAX:
         raise DeadLettersFull(
             "more changes of the table could not be applied than are set aside",
             table=step.schema.table,
             letters=there,
-            more=sifted.letters.num_rows,
-            most=LETTERS_MAX,
+            more=sifted.dead_letters.num_rows,
+            most=DEAD_LETTERS_MAX,
             first_cause=sifted.causes[0].headline,
             hint="Mend the table at the source, then run `tailrace snapshot FILE TABLE`: it is loaded anew.",
         )
 
 
-def dead_keys(schema: TableSchema, bundles: list[Bundle]) -> DeadKeys:
+def keys_of_dead_letters(schema: TableSchema, bundles: list[DeadLetterBatch]) -> DeadLetterKeys:
     """The keys of open letters as columns of the table's shape now; those whose key does not fit are lost.
 
     By their order in the key: a column may have been renamed since.
     """
-    found = DeadKeys.none(schema)
-    seqs, lost = [found.seqs], [found.lost]
+    found = DeadLetterKeys.none(schema)
+    seqs, lost = [found.seqs], [found.unidentified]
     columns = [[column] for column in found.columns]
     for bundle in bundles:
         mine = key_columns(bundle)
@@ -184,23 +192,23 @@ def dead_keys(schema: TableSchema, bundles: list[Bundle]) -> DeadKeys:
         if len(mine) != len(columns):
             lost.append(numbers)
             continue
-        whole = fitting_keys(bundle)
+        whole = has_usable_key(bundle)
         seqs.append(numbers[whole])
         lost.append(numbers[~whole])
         for place, column in enumerate(mine):
             columns[place].append(column.filter(pa.array(whole)).combine_chunks().cast(columns[place][0].type))
     joined = [pa.concat_arrays(list(map(one_array, parts))) for parts in columns]
-    return DeadKeys(seqs=np.concatenate(seqs), columns=joined, lost=np.concatenate(lost))
+    return DeadLetterKeys(seqs=np.concatenate(seqs), columns=joined, unidentified=np.concatenate(lost))
 
 
-def key_columns(bundle: Bundle) -> list[Any]:
+def key_columns(bundle: DeadLetterBatch) -> list[Any]:
     """The key's columns of some letters, in the table's order."""
-    shape, rows = bundle.shape, bundle.changes
+    shape, rows = bundle.schema, bundle.changes
     return [rows.column(change.stored_name(shape.columns[i].name)) for i in key_ordinals(shape)]
 
 
-def fitting_keys(bundle: Bundle) -> Flags:
+def has_usable_key(bundle: DeadLetterBatch) -> Flags:
     """Which letters have a key that can be asked for."""
-    key = set(bundle.shape.key)
+    key = set(bundle.schema.key)
     unfit = bundle.changes.column(change.UNFIT).to_pylist()
     return np.array([not any(entry["column"] in key for entry in said or ()) for said in unfit], np.bool_)

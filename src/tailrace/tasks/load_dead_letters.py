@@ -20,38 +20,38 @@ from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
-from tailrace.tables.limits import unholdable
-from tailrace.tables.spec import Form, Origin, TableMode
-from tailrace.tasks.dead_letters import LETTERS_MAX
+from tailrace.tables.limits import find_unstorable_rows
+from tailrace.tables.spec import LoadOrigin, TableMode, TableSpec
+from tailrace.tasks.dead_letters import DEAD_LETTERS_MAX
 
 NO_TRANSACTION = 0
 """Of rows that were read: every snapshot has seen it."""
 
 
 @dataclass
-class LoadLetters:
+class LoadRejects:
     """What is set aside of one chunk."""
 
     schema: TableSchema
-    form: Form
-    origin: Origin
-    seen: Lsn
+    spec: TableSpec
+    origin: LoadOrigin
+    seen_until: Lsn
     """What the reading saw ended at or before this."""
     count: int = 0
     _found: list[pa.Table] = field(default_factory=list)
 
-    def without_letters(self, marked: Iterable[tuple[pa.RecordBatch, pa.Array]]) -> Iterator[pa.RecordBatch]:
+    def without_rejects(self, marked: Iterable[tuple[pa.RecordBatch, pa.Array]]) -> Iterator[pa.RecordBatch]:
         """The rows that the table can hold; the others are kept here."""
-        by = self.form.partitions_of(self.schema)
+        by = self.spec.partitions_of(self.schema)
         for rows, unfit in marked:
-            unheld, _ = unholdable(self.schema, rows.columns, rows.num_rows, by)
+            unheld, _ = find_unstorable_rows(self.schema, rows.columns, rows.num_rows, by)
             bad = unheld | (pc.list_value_length(unfit).fill_null(0).to_numpy(zero_copy_only=False) > 0)
             if bad.any():
-                self._set_aside(rows.filter(pa.array(bad)), unfit.filter(pa.array(bad)), by)
+                self._reject(rows.filter(pa.array(bad)), unfit.filter(pa.array(bad)), by)
             yield rows.filter(pa.array(~bad))
 
     @property
-    def letters(self) -> pa.Table:
+    def dead_letters(self) -> pa.Table:
         """With their causes; there are some."""
         return pa.concat_tables(self._found)
 
@@ -62,12 +62,12 @@ class LoadLetters:
             found = letters.select([change.stored_name(name) for name in names]).rename_columns(names)
             yield from found.drop_null().to_batches()
 
-    def _set_aside(self, rows: pa.RecordBatch, unfit: pa.Array, partition_by: dict[str, str]) -> None:
+    def _reject(self, rows: pa.RecordBatch, unfit: pa.Array, partition_by: dict[str, str]) -> None:
         size = rows.num_rows
         said = {
             change.OP: pa.repeat(Operation.READ.value, size),
             change.SEQ: pa.array(np.arange(size)),
-            change.POSITION: pa.repeat(str(self.seen), size),
+            change.POSITION: pa.repeat(str(self.seen_until), size),
             change.TX: pa.repeat(NO_TRANSACTION, size),
             change.TX_INDEX: pa.repeat(0, size),
             change.COMMITTED_AT: pa.repeat(self.origin.read_at, size),
@@ -80,7 +80,7 @@ class LoadLetters:
             [columns[one.name].cast(one.type) if one.name in columns else pa.nulls(size, one.type) for one in fields],
             schema=fields,
         )
-        hint = EACH_HINT if self.form.mode is TableMode.APPEND else REPLAY_HINT if self.schema.key else IMAGE_HINT
+        hint = EACH_HINT if self.spec.mode is TableMode.APPEND else REPLAY_HINT if self.schema.key else IMAGE_HINT
         causes = [unfit_cause(self.schema, made, row, partition_by, hint) for row in range(size)]
         self.count += size
         refuse_too_many(self.schema, self.count, causes[0])
@@ -89,12 +89,12 @@ class LoadLetters:
 
 def refuse_too_many(schema: TableSchema, letters: int, first: TailraceError | str) -> None:
     """Raise where a load leaves out more rows than a person could look at."""
-    if letters > LETTERS_MAX:
+    if letters > DEAD_LETTERS_MAX:
         raise DeadLettersFull(
             "more rows of the table do not fit than are set aside",
             table=schema.table,
             letters=letters,
-            most=LETTERS_MAX,
+            most=DEAD_LETTERS_MAX,
             first_cause=first if isinstance(first, str) else first.headline,
             hint="Mend the table at the source, or give the column another type; then `tailrace snapshot FILE TABLE`.",
         )

@@ -29,22 +29,22 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 
 from tailrace.capture.postgres.chunks import Plan
-from tailrace.capture.postgres.snapshot import Noted
-from tailrace.changelog.format.coverage import token
-from tailrace.deadletters.store import Bundle, encoded_letters, read_letters
+from tailrace.capture.postgres.snapshot import BarrierSnapshot
+from tailrace.changelog.format.coverage import table_token
+from tailrace.deadletters.store import DeadLetterBatch, encode_dead_letters, read_dead_letters
 from tailrace.errors import ConfigError
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
-from tailrace.tables.spec import PLAIN, Form
+from tailrace.tables.spec import PLAIN_MIRROR, TableSpec
 from tailrace.tables.staging import StagedFile
 
 FOLDER = "seed"
 Record = TypeVar("Record")
 REMEMBERED_SECONDS = 90 * 86_400.0
 """Longer than a Delta table's own log remembers its versions."""
-SPANS_MAX = 500
+AHEAD_RANGES_MAX = 500
 """Of one load on record; then the two oldest count as one."""
 
 
@@ -57,7 +57,7 @@ class LoadMode(enum.Enum):
     """Only rows that differ are written."""
 
 
-class Hold(enum.Enum):
+class LoadHold(enum.Enum):
     """What a person has decided about a table's loads."""
 
     PAUSED = "paused"
@@ -65,14 +65,14 @@ class Hold(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class LoadRequest:
     """A person asks for a table to be read again."""
 
     table: TableId
     mode: LoadMode = LoadMode.REPLACE
     where: str | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    made_at: float = field(default_factory=time.time)
+    requested_at: float = field(default_factory=time.time)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -81,68 +81,68 @@ class Wish:
             "table": self.table.name,
             "mode": self.mode.value,
             "where": self.where,
-            "made_at": self.made_at,
+            "made_at": self.requested_at,
         }
 
     @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> Wish:
+    def from_json(cls, stored: dict[str, Any]) -> LoadRequest:
         return cls(
             id=stored["id"],
             table=TableId.from_json(stored),
             mode=LoadMode(stored["mode"]),
             where=stored["where"],
-            made_at=stored["made_at"],
+            requested_at=stored["made_at"],
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seed:
+class LoadRecord:
     """One load: what is read, in which pieces, and where the replay over them starts."""
 
     plan: Plan
-    point: Lsn | None
+    snapshot_position: Lsn | None
     """Of the exact snapshot that it began with; what committed up to here is in every chunk."""
-    noted: Noted | None = None
+    barrier: BarrierSnapshot | None = None
     """What it began with otherwise."""
-    wish: Wish | None = None
-    form: Form = PLAIN
+    request: LoadRequest | None = None
+    spec: TableSpec = PLAIN_MIRROR
     """Of the lake table: what is staged has its shape."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    made_at: float = field(default_factory=time.time)
+    begun_at: float = field(default_factory=time.time)
 
     @property
     def table(self) -> TableId:
         return self.plan.schema.table
 
     @property
-    def floor(self) -> Lsn:
+    def log_needed_after(self) -> Lsn:
         """The replay starts here or later, so the log must hold everything after it."""
-        if self.point is not None:
-            return self.point
-        assert self.noted is not None, "one of the two"
-        return self.noted.floor
+        if self.snapshot_position is not None:
+            return self.snapshot_position
+        assert self.barrier is not None, "one of the two"
+        return self.barrier.floor
 
     def to_json(self) -> dict[str, Any]:
         return {
             "id": self.id,
-            "made_at": self.made_at,
+            "made_at": self.begun_at,
             "plan": self.plan.to_json(),
-            "point": None if self.point is None else str(self.point),
-            "noted": self.noted.to_json() if self.noted else None,
-            "wish": self.wish.to_json() if self.wish else None,
-            "form": self.form.to_json(),
+            "point": None if self.snapshot_position is None else str(self.snapshot_position),
+            "noted": self.barrier.to_json() if self.barrier else None,
+            "wish": self.request.to_json() if self.request else None,
+            "form": self.spec.to_json(),
         }
 
     @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> Seed:
+    def from_json(cls, stored: dict[str, Any]) -> LoadRecord:
         return cls(
             id=stored["id"],
-            made_at=stored["made_at"],
+            begun_at=stored["made_at"],
             plan=Plan.from_json(stored["plan"]),
-            point=None if stored["point"] is None else Lsn.parse(stored["point"]),
-            noted=Noted.from_json(stored["noted"]) if stored["noted"] else None,
-            wish=Wish.from_json(stored["wish"]) if stored["wish"] else None,
-            form=Form.from_json(stored["form"]) if "form" in stored else PLAIN,
+            snapshot_position=None if stored["point"] is None else Lsn.parse(stored["point"]),
+            barrier=BarrierSnapshot.from_json(stored["noted"]) if stored["noted"] else None,
+            request=LoadRequest.from_json(stored["wish"]) if stored["wish"] else None,
+            spec=TableSpec.from_json(stored["form"]) if "form" in stored else PLAIN_MIRROR,
         )
 
 
@@ -158,9 +158,9 @@ class StagedChunk:
     rows: int
     bytes: int
     seconds: float
-    seen: Lsn
+    seen_until: Lsn
     """Everything that its snapshot saw ended at or before this."""
-    letters: int = 0
+    dead_letters: int = 0
     """Rows that the table cannot hold, which were set aside."""
 
     def to_json(self) -> dict[str, Any]:
@@ -171,8 +171,8 @@ class StagedChunk:
             "rows": self.rows,
             "bytes": self.bytes,
             "seconds": self.seconds,
-            "seen": str(self.seen),
-            "letters": self.letters,
+            "seen": str(self.seen_until),
+            "letters": self.dead_letters,
         }
 
     @classmethod
@@ -184,33 +184,33 @@ class StagedChunk:
             rows=stored["rows"],
             bytes=stored["bytes"],
             seconds=stored["seconds"],
-            seen=Lsn.parse(stored["seen"]),
-            letters=stored.get("letters", 0),
+            seen_until=Lsn.parse(stored["seen"]),
+            dead_letters=stored.get("letters", 0),
         )
 
 
-class Span(NamedTuple):
+class PositionRange(NamedTuple):
     """From a position on, and before another."""
 
     start: Lsn
     end: Lsn
 
 
-class Landed(NamedTuple):
+class CommittedLoad(NamedTuple):
     """What is remembered of a load that a table comes from."""
 
-    mixed: list[Span]
+    ahead_ranges: list[PositionRange]
     """Where the table held rows newer than it said."""
-    time: int | None
+    source_time: int | None
     """No row that the load read was committed later, by the source's clock, in µs since 1970; None: not known."""
 
-    def mixed_until(self, position: Lsn) -> Lsn | None:
+    def ahead_until(self, position: Lsn) -> Lsn | None:
         """What the log must pass before the table, if it stands here, holds no row that is newer than it says; None: it
         holds none."""
-        return next((span.end for span in self.mixed if span.start <= position < span.end), None)
+        return next((span.end for span in self.ahead_ranges if span.start <= position < span.end), None)
 
 
-class Seeds:
+class LoadStore:
     """The records of one log. Plain: a task may have one too."""
 
     def __init__(self, log: LogPath) -> None:
@@ -218,92 +218,92 @@ class Seeds:
 
     # Loads.
 
-    def begin(self, seed: Seed) -> None:
+    def begin(self, seed: LoadRecord) -> None:
         """Write the plan down; from here on the load survives us."""
         files.make_folder(self.folder(seed.id))
         _write(self.folder(seed.id) / "plan.json", seed.to_json())
 
-    def all(self) -> list[Seed]:
+    def unfinished_loads(self) -> list[LoadRecord]:
         """Every load that has begun and is not over, oldest first. One that cannot be read is none."""
-        return sorted(_read_all(self._path, "*/plan.json", Seed.from_json), key=lambda seed: seed.made_at)
+        return sorted(_read_all(self._path, "*/plan.json", LoadRecord.from_json), key=lambda seed: seed.begun_at)
 
     def folder(self, seed: str) -> LogPath:
         return self._path / seed
 
-    def stage(self, seed: str, staged: StagedChunk) -> None:
+    def record_chunk(self, seed: str, staged: StagedChunk) -> None:
         """A chunk is in. Its files are durable."""
         _write(self.folder(seed) / f"chunk-{staged.chunk:06d}.json", staged.to_json())
 
-    def staged(self, seed: str) -> dict[int, StagedChunk]:
+    def staged_chunks(self, seed: str) -> dict[int, StagedChunk]:
         found = _read_all(self.folder(seed), "chunk-*.json", StagedChunk.from_json)
         return {chunk.chunk: chunk for chunk in found}
 
-    def stage_letters(self, seed: str, chunk: int, shape: TableSchema, letters: pa.Table) -> None:
+    def store_dead_letters(self, seed: str, chunk: int, shape: TableSchema, letters: pa.Table) -> None:
         """Rows of a chunk that the table cannot hold; durable before the chunk's own record."""
         path = self._letters_of(seed, chunk)
-        with files.explained(path):
-            files.replace_durably(path, encoded_letters(shape, letters))
+        with files.explain_errors(path):
+            files.replace_durably(path, encode_dead_letters(shape, letters))
 
-    def letters(self, seed: str, chunks: Iterable[StagedChunk]) -> list[Bundle]:
+    def dead_letters(self, seed: str, chunks: Iterable[StagedChunk]) -> list[DeadLetterBatch]:
         """Those of chunks that are in, in order."""
-        return [read_letters(self._letters_of(seed, one.chunk)) for one in chunks if one.letters]
+        return [read_dead_letters(self._letters_of(seed, one.chunk)) for one in chunks if one.dead_letters]
 
     def _letters_of(self, seed: str, chunk: int) -> LogPath:
         return self.folder(seed) / f"letters-{chunk:06d}.arrow"
 
-    def land(self, seed: str, passed: Lsn, time: int | None = None) -> None:
+    def record_commit(self, seed: str, passed: Lsn, time: int | None = None) -> None:
         """The commit is about to be made; the table is whole once the replay has passed this. Nothing that was read was
         committed later than that time of the source."""
         _write(self.folder(seed) / "landing.json", {"passed": str(passed)})
-        self.remember(seed, passed, time=time)
+        self.record_ahead_range(seed, passed, time=time)
 
-    def reread(self, load: str, since: Lsn, seen: Lsn) -> None:
+    def record_refetch(self, load: str, since: Lsn, seen: Lsn) -> None:
         """A row was read again, for the commit that brings the table to `since`. A replay of the load must pass what
         was seen, too. Before that commit: whoever finds the table there must know."""
         if (self.folder(load) / "plan.json").exists():
             _write(self.folder(load) / f"reread-{uuid.uuid4().hex[:12]}.json", {"passed": str(seen)})
-        self.remember(load, seen, since=since)
+        self.record_ahead_range(load, seen, since=since)
 
-    def remember(self, load: str, passed: Lsn, *, since: Lsn = ZERO, time: int | None = None) -> None:
+    def record_ahead_range(self, load: str, passed: Lsn, *, since: Lsn = ZERO, time: int | None = None) -> None:
         """A table that comes from the load may hold rows newer than it says, from a position on and before another."""
         files.make_folder(self._path / "landed")
-        before = self.landed(load) or Landed([], None)
-        spans = _joined([*before.mixed, Span(since, passed)])
+        before = self.committed_load(load) or CommittedLoad([], None)
+        spans = _joined([*before.ahead_ranges, PositionRange(since, passed)])
         last = max(span.end for span in spans)
         stored = {
             "passed": str(last),
             "spans": [[str(span.start), str(span.end)] for span in spans],
-            "time": before.time if time is None else time,
+            "time": before.source_time if time is None else time,
         }
         _write(self._path / "landed" / f"{load}.json", stored)
 
-    def landed(self, load: str) -> Landed | None:
+    def committed_load(self, load: str) -> CommittedLoad | None:
         """What is remembered of a load; None: nothing is."""
         return next(_read_all(self._path / "landed", f"{load}.json", _landed), None)
 
-    def mixed(self, load: str) -> list[Span] | None:
+    def ahead_ranges(self, load: str) -> list[PositionRange] | None:
         """Where a table that came from a load held rows newer than it said; None: not known."""
-        landed = self.landed(load)
-        return None if landed is None else landed.mixed
+        landed = self.committed_load(load)
+        return None if landed is None else landed.ahead_ranges
 
-    def mixed_until(self, load: str, position: Lsn) -> Lsn | None:
+    def ahead_until(self, load: str, position: Lsn) -> Lsn | None:
         """What the log must pass before a table that came from a load, and stands here, holds no row that is newer than
         it says; None: it holds none now, or nothing is known of the load."""
-        landed = self.landed(load)
-        return None if landed is None else landed.mixed_until(position)
+        landed = self.committed_load(load)
+        return None if landed is None else landed.ahead_until(position)
 
-    def passed(self, seed: str) -> Lsn | None:
+    def catch_up_until(self, seed: str) -> Lsn | None:
         """What the replay of a load must pass; None if it is not about to land."""
         landing = list(_read_all(self.folder(seed), "landing.json", _passed))
         return max([*landing, *_read_all(self.folder(seed), "reread-*.json", _passed)]) if landing else None
 
-    def end(self, seed: Seed) -> None:
+    def end(self, seed: LoadRecord) -> None:
         """The load is over, or is given up. Without its plan it is none, whatever else is left of it."""
         with suppress(FileNotFoundError):
             (self.folder(seed.id) / "plan.json").unlink()
         files.delete_folder(self.folder(seed.id))
 
-    def sweep(self, used: Collection[str] | None = ()) -> None:
+    def remove_leftovers(self, used: Collection[str] | None = ()) -> None:
         """Remove what is left of loads that are over. What is known of those that a table comes from, or of which a
         seed is kept, stays for as long again; None: it is not known which. Only for the one who begins loads."""
         for record in self._path.glob("landed/*.json"):
@@ -320,21 +320,21 @@ class Seeds:
 
     # Wishes and holds.
 
-    def wish(self, wish: Wish) -> None:
+    def add_request(self, wish: LoadRequest) -> None:
         files.make_folder(self._path / "wishes")
         _write(self._path / "wishes" / f"{wish.id}.json", wish.to_json())
 
-    def wishes(self) -> list[Wish]:
+    def requests(self) -> list[LoadRequest]:
         """Oldest first."""
-        return sorted(_read_all(self._path, "wishes/*.json", Wish.from_json), key=lambda wish: wish.made_at)
+        return sorted(_read_all(self._path, "wishes/*.json", LoadRequest.from_json), key=lambda wish: wish.requested_at)
 
-    def fulfil(self, wish: Wish) -> None:
+    def complete_request(self, wish: LoadRequest) -> None:
         with suppress(FileNotFoundError):
             (self._path / "wishes" / f"{wish.id}.json").unlink()
 
-    def hold(self, table: TableId, what: Hold | None) -> None:
+    def set_hold(self, table: TableId, what: LoadHold | None) -> None:
         """Hold a table's loads back, or let them go on."""
-        path = self._path / "held" / f"{token(table)}.json"
+        path = self._path / "held" / f"{table_token(table)}.json"
         if what is None:
             with suppress(FileNotFoundError):
                 path.unlink()
@@ -342,25 +342,25 @@ class Seeds:
         files.make_folder(path.parent)
         _write(path, {"schema": table.schema, "table": table.name, "what": what.value})
 
-    def held(self) -> dict[TableId, Hold]:
+    def holds(self) -> dict[TableId, LoadHold]:
         return dict(_read_all(self._path, "held/*.json", _held))
 
-    def retry(self, table: TableId) -> None:
+    def request_retry(self, table: TableId) -> None:
         """Ask for a table that has failed to be tried again."""
-        path = self._path / "retries" / f"{token(table)}.json"
+        path = self._path / "retries" / f"{table_token(table)}.json"
         files.make_folder(path.parent)
         _write(path, {"schema": table.schema, "table": table.name})
 
-    def retries(self) -> list[TableId]:
+    def retry_requests(self) -> list[TableId]:
         return list(_read_all(self._path, "retries/*.json", _table))
 
-    def retried(self, table: TableId) -> None:
+    def clear_retry(self, table: TableId) -> None:
         with suppress(FileNotFoundError):
-            (self._path / "retries" / f"{token(table)}.json").unlink()
+            (self._path / "retries" / f"{table_token(table)}.json").unlink()
 
 
 def _write(path: LogPath, content: dict[str, Any]) -> None:
-    with files.explained(path):
+    with files.explain_errors(path):
         files.replace_durably(path, json.dumps(content).encode())
 
 
@@ -368,27 +368,27 @@ def _passed(stored: dict[str, Any]) -> Lsn:
     return Lsn.parse(stored["passed"])
 
 
-def _landed(stored: dict[str, Any]) -> Landed:
+def _landed(stored: dict[str, Any]) -> CommittedLoad:
     """Also of a record that says only what was passed last."""
-    found = [Span(Lsn.parse(start), Lsn.parse(end)) for start, end in stored.get("spans", ())]
-    return Landed(found or [Span(ZERO, _passed(stored))], stored.get("time"))
+    found = [PositionRange(Lsn.parse(start), Lsn.parse(end)) for start, end in stored.get("spans", ())]
+    return CommittedLoad(found or [PositionRange(ZERO, _passed(stored))], stored.get("time"))
 
 
-def _joined(spans: Iterable[Span]) -> list[Span]:
+def _joined(spans: Iterable[PositionRange]) -> list[PositionRange]:
     """The same with those that overlap as one, in order."""
-    found: list[Span] = []
+    found: list[PositionRange] = []
     for span in sorted(spans):
         if found and span.start < found[-1].end:
-            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+            found[-1] = PositionRange(found[-1].start, max(found[-1].end, span.end))
         else:
             found.append(span)
-    if len(found) > SPANS_MAX:
-        found[:2] = [Span(found[0].start, found[1].end)]
+    if len(found) > AHEAD_RANGES_MAX:
+        found[:2] = [PositionRange(found[0].start, found[1].end)]
     return found
 
 
-def _held(stored: dict[str, Any]) -> tuple[TableId, Hold]:
-    return _table(stored), Hold(stored["what"])
+def _held(stored: dict[str, Any]) -> tuple[TableId, LoadHold]:
+    return _table(stored), LoadHold(stored["what"])
 
 
 def _table(stored: dict[str, Any]) -> TableId:
@@ -397,13 +397,13 @@ def _table(stored: dict[str, Any]) -> TableId:
 
 def _read_all(folder: LogPath, pattern: str, parse: Callable[[dict[str, Any]], Record]) -> Iterator[Record]:
     """The records of a kind. One that cannot be read is none: what it stood for is done again."""
-    with files.store_explained(folder):
-        found = files.matching(folder, pattern)
+    with files.explain_store_errors(folder):
+        found = files.matching_files(folder, pattern)
     for path in found:
         try:
             record = parse(json.loads(path.read_bytes()))
-        except files.STORE_TROUBLE as error:
-            raise files.told(error, path) from error
+        except files.STORE_ERRORS as error:
+            raise files.explained_error(error, path) from error
         except (OSError, ValueError, KeyError, TypeError, ConfigError):
             continue
         yield record

@@ -11,112 +11,112 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
-from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing, TableUnusable
+from tailrace.errors import RELOAD_TABLE_HINT, BaseRowMissing, TableUnusable
 from tailrace.model import change
 from tailrace.model.schema import TableId
-from tailrace.tables.delta.rebuild_table import Base, Rebuilding
+from tailrace.tables.delta.rebuild_table import DeltaTableRebuild, RebuildBase
 from tailrace.tables.delta.versions import files_at, needs_connector
 from tailrace.tables.evolve.schema_plan import Recast
-from tailrace.tables.fold.by_mode import fold_into
-from tailrace.tables.location import Place
-from tailrace.tables.port import Cursor
-from tailrace.tasks.work import ApplyWork, changes_of
+from tailrace.tables.fold.by_mode import fold_by_mode
+from tailrace.tables.location import TableLocation
+from tailrace.tables.port import AppliedPosition
+from tailrace.tasks.work import ApplyWork, read_changes
 
-REMOVED = "files of it were removed"
+FILES_REMOVED = "files of it were removed"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class ApplyRangeResult:
     """What a stretch of changes came to."""
 
-    cursor: Cursor
+    applied_position: AppliedPosition
     changes: int
 
 
-class Making(Protocol):
+class RebuildSession(Protocol):
     """One new table."""
 
     @property
-    def made_at(self) -> Place:
+    def location(self) -> TableLocation:
         """Where it is made."""
         ...
 
-    def begin(self, base: Base) -> int:
+    def restore_base(self, base: RebuildBase) -> int:
         """Make it what a version, or a kept seed, was; how many rows that is."""
         ...
 
-    def evolve(self, recast: Recast, expected: Cursor) -> None:
+    def evolve(self, recast: Recast, expected: AppliedPosition) -> None:
         """Give it another shape, where it stands."""
         ...
 
-    def apply(self, work: ApplyWork, *, mixed: bool) -> Taken:
+    def apply(self, work: ApplyWork, *, mixed: bool) -> ApplyRangeResult:
         """Bring it to the end of the work, or to that part of it that is asked for; with no change in that part it
         stays where it is. With `mixed` some rows may be newer than the position says, and a value that only the source
         can tell is refused (`BaseRowMissing`)."""
         ...
 
-    def swap(self, cursor: Cursor) -> int:
+    def swap(self, cursor: AppliedPosition) -> int:
         """Make the table the new one, at this position, in one commit; how many rows it has."""
         ...
 
 
-class Maker(Protocol):
+class RebuildBackend(Protocol):
     """Of one table."""
 
-    def lacks(self, base: Base) -> str | None:
+    def why_unavailable(self, base: RebuildBase) -> str | None:
         """Why the rows of a version cannot be had; None if they can."""
         ...
 
-    def making(self) -> AbstractContextManager[Making]:
+    def open_rebuild(self) -> AbstractContextManager[RebuildSession]:
         """A new table; what is not swapped in is gone in the end."""
         ...
 
 
-class DeltaMaker:
+class DeltaRebuildBackend:
     """Of a Delta table: delta-rs makes it, in this process, for every engine."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TableLocation) -> None:
         self._place = place
 
-    def lacks(self, base: Base) -> str | None:
+    def why_unavailable(self, base: RebuildBase) -> str | None:
         if needs_connector(self._place.path, base.version):
             return "it has deletion vectors or column mapping"
         try:
             files_at(self._place.path, base.version)
         except TableUnusable:
-            return REMOVED
+            return FILES_REMOVED
         return None
 
-    def making(self) -> AbstractContextManager[Making]:
-        return _DeltaMaking(self._place)
+    def open_rebuild(self) -> AbstractContextManager[RebuildSession]:
+        return _DeltaRebuildSession(self._place)
 
 
-class _DeltaMaking(Rebuilding):
-    def __enter__(self) -> _DeltaMaking:
+class _DeltaRebuildSession(DeltaTableRebuild):
+    def __enter__(self) -> _DeltaRebuildSession:
         super().__enter__()
         return self
 
-    def evolve(self, recast: Recast, expected: Cursor) -> None:
-        self.made_at.open().evolve(recast, expected)
+    def evolve(self, recast: Recast, expected: AppliedPosition) -> None:
+        self.location.open().evolve(recast, expected)
 
-    def apply(self, work: ApplyWork, *, mixed: bool) -> Taken:
-        changes = changes_of(work)
-        cursor = work.cursor
-        if work.upto is not None:
+    def apply(self, work: ApplyWork, *, mixed: bool) -> ApplyRangeResult:
+        changes = read_changes(work)
+        cursor = work.position_after
+        if work.until is not None:
             if not changes.num_rows:
-                return Taken(cursor=work.expected, changes=0)
+                return ApplyRangeResult(applied_position=work.expected, changes=0)
             cursor = replace(work.expected, seq=changes.column(change.SEQ)[-1].as_py())
-        folded = fold_into(work.place.form, work.shape, changes)
-        reread = (lambda _: refuse_to_read(work.table)) if mixed else None
-        applied = self.made_at.open().apply(work.shape, folded, work.expected, cursor, touch=True, reread=reread)
-        return Taken(cursor=applied.cursor, changes=changes.num_rows)
+        folded = fold_by_mode(work.location.spec, work.schema, changes)
+        reread = (lambda _: refuse_refetch(work.table)) if mixed else None
+        applied = self.location.open().apply(work.schema, folded, work.expected, cursor, touch=True, reread=reread)
+        return ApplyRangeResult(applied_position=applied.applied_position, changes=changes.num_rows)
 
 
-def refuse_to_read(table: TableId) -> NoReturn:
+def refuse_refetch(table: TableId) -> NoReturn:
     """Whoever applies asks the source for a row whose large values did not come, and whose row of before is not there,
     or may be another's by now."""
     raise BaseRowMissing(
         "a change leaves out values that only the source can tell, for the load was read in chunks",
         table=table,
-        hint=LOAD_ANEW_HINT,
+        hint=RELOAD_TABLE_HINT,
     )

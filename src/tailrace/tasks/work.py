@@ -25,25 +25,25 @@ from tailrace.capture.postgres.chunks import Chunk
 from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.changelog.read.index import Slice
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.changelog.read.row_steps import after_position, upto_position
+from tailrace.changelog.read.row_steps import rows_after_position, rows_until_position
 from tailrace.errors import SourceSlow, TableFailed, TailraceError, TransformFailed, ValueUnfit
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
-from tailrace.tables.compaction_plan import Tended, Upkeep
+from tailrace.tables.compaction_plan import UpkeepPlan, UpkeepResult
 from tailrace.tables.evolve.schema_plan import Recast
-from tailrace.tables.fold.by_mode import loaded
-from tailrace.tables.location import Place
-from tailrace.tables.port import Cursor, LakeTable
-from tailrace.tables.schema_errors import unusable
-from tailrace.tables.size_estimate import weigh
-from tailrace.tables.spec import NOWHERE, PLAIN, Form, Origin
+from tailrace.tables.fold.by_mode import with_added_columns
+from tailrace.tables.location import TableLocation
+from tailrace.tables.port import AppliedPosition, LakeTable
+from tailrace.tables.schema_errors import schema_mismatch
+from tailrace.tables.size_estimate import estimate_bytes
+from tailrace.tables.spec import NO_ORIGIN, PLAIN_MIRROR, LoadOrigin, TableSpec
 from tailrace.tables.staging import FILE_BYTES, StagedFile, stage
-from tailrace.tasks.dead_letters import Done, Step, apply_with_letters
-from tailrace.tasks.load_dead_letters import LoadLetters
-from tailrace.tasks.load_store import Seeds, StagedChunk
+from tailrace.tasks.dead_letters import ApplyStep, ApplyStepResult, apply_with_dead_letters
+from tailrace.tasks.load_dead_letters import LoadRejects
+from tailrace.tasks.load_store import LoadStore, StagedChunk
 
 PROGRESS_SECONDS = 0.5
 SEEN_SECONDS_MAX, SEEN_PAUSE_SECONDS = 20.0, 0.2
@@ -58,32 +58,32 @@ class ChunkWork:
     chunk: Chunk
     reader: SnapshotReader
     condition: str | None
-    lake: Path
+    table_path: Path
     log: LogPath
-    seed: str
-    progress: Path
+    load_id: str
+    progress_file: Path
     """Where to note how many rows are in."""
-    form: Form = PLAIN
+    spec: TableSpec = PLAIN_MIRROR
     """Of the lake table,"""
-    origin: Origin = NOWHERE
+    origin: LoadOrigin = NO_ORIGIN
     """and what its rows then say of where they come from."""
-    numbered: bool = False
+    has_field_ids: bool = False
     """Whether the columns of the files are known by numbers, as Iceberg has it."""
     file_bytes: int = FILE_BYTES
     """The size of file that is aimed at."""
-    letters: bool = False
+    dead_letters_enabled: bool = False
     """Whether rows that the table cannot hold are set aside."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LandWork:
+class CommitLoadWork:
     """Make staged files all that a lake table holds."""
 
     schema: TableSchema
-    place: Place
+    location: TableLocation
     files: tuple[StagedFile, ...]
-    cursor: Cursor
-    origin: Origin | None
+    position_after: AppliedPosition
+    origin: LoadOrigin | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +91,13 @@ class RefreshWork:
     """Make a lake table equal to what a load has staged, by writing what differs."""
 
     schema: TableSchema
-    place: Place
+    location: TableLocation
     log: LogPath
-    seed: str
-    partial: bool
+    load_id: str
+    is_partial: bool
     """Whether only rows that fulfil a condition were read, beside all keys."""
-    cursor: Cursor
-    origin: Origin
+    position_after: AppliedPosition
+    origin: LoadOrigin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,23 +106,23 @@ class ApplyWork:
 
     table: TableId
     log: LogPath
-    place: Place
+    location: TableLocation
     slices: tuple[Slice, ...]
     """Which rows; where they lie is looked up when they are read, for the log may be sealed meanwhile."""
-    shape: TableSchema
-    expected: Cursor
-    cursor: Cursor
+    schema: TableSchema
+    expected: AppliedPosition
+    position_after: AppliedPosition
     reader: SnapshotReader | None = None
     """To read rows again whose large values did not come; None where all of them must be there."""
-    letters: bool = False
+    dead_letters_enabled: bool = False
     """Whether changes that the table cannot take are set aside."""
-    upto: Lsn | None = None
+    until: Lsn | None = None
     """Where it ends, if that is inside the last slice."""
 
     @property
-    def rereads(self) -> bool:
+    def may_refetch(self) -> bool:
         """Whether the table can take a change that leaves out values which are nowhere, as `Step` has it."""
-        return self.reader is not None and not self.letters
+        return self.reader is not None and not self.dead_letters_enabled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,19 +130,19 @@ class EvolveWork:
     """Make one lake table one of a new shape, where it stands."""
 
     table: TableId
-    place: Place
+    location: TableLocation
     recast: Recast
-    expected: Cursor
+    expected: AppliedPosition
 
 
 @dataclass(frozen=True, kw_only=True)
-class TendWork:
+class CompactWork:
     """Join a lake table's small files, where it stands."""
 
     table: TableId
-    place: Place
-    expected: Cursor
-    upkeep: Upkeep
+    location: TableLocation
+    expected: AppliedPosition
+    upkeep: UpkeepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ class Outcome:
     seconds: float = 0.0
     cpu_seconds: float | None = None
     """Of the process that did it, where it did nothing else meanwhile; None: that is not known."""
-    cursor: Cursor | None = None
+    applied_position: AppliedPosition | None = None
     schema: TableSchema | None = None
     staged: StagedChunk | None = None
     bytes_changed: int = 0
@@ -163,12 +163,12 @@ class Outcome:
     """and of the files that it took to write them."""
     version: int | None = None
     """Of the table as it is now."""
-    tended: Tended | None = None
-    letters: int = 0
+    upkeep_result: UpkeepResult | None = None
+    dead_letters: int = 0
     """Changes that were set aside, or that are still open after they were tried again."""
-    seen: Lsn | None = None
+    seen_until: Lsn | None = None
     """What the table must pass before what was read again may come into it."""
-    again: bool = False
+    needs_refetch: bool = False
     """Whether it is to be read once more, for something has changed since."""
     error: TailraceError | None = None
 
@@ -180,43 +180,51 @@ def load_chunk(work: ChunkWork) -> Outcome:
         try:
             done = _read_chunk(work, started, letters=False)
         except (ValueUnfit, TransformFailed):
-            if not work.letters:
+            if not work.dead_letters_enabled:
                 raise
             # Once more from the beginning: which rows do not fit is told only by a way of reading that costs more.
             done = _read_chunk(work, started, letters=True)
         failpoints.hit("load.before_record")
-        Seeds(work.log).stage(work.seed, done)
+        LoadStore(work.log).record_chunk(work.load_id, done)
         failpoints.hit("load.after_record")
     except Exception as error:  # the task's boundary: the table fails, the others go on
-        return Outcome(table=work.schema.table, error=as_ours(error))
-    return Outcome(table=work.schema.table, rows=done.rows, seconds=done.seconds, staged=done, letters=done.letters)
+        return Outcome(table=work.schema.table, error=as_tailrace_error(error))
+    return Outcome(
+        table=work.schema.table, rows=done.rows, seconds=done.seconds, staged=done, dead_letters=done.dead_letters
+    )
 
 
 def _read_chunk(work: ChunkWork, started: float, *, letters: bool) -> StagedChunk:
     """The chunk's rows as files, and what is set aside of them as another, but for the record."""
-    name = f"{work.seed}-{work.chunk.number:06d}-{uuid.uuid4().hex[:8]}"
+    name = f"{work.load_id}-{work.chunk.number:06d}-{uuid.uuid4().hex[:8]}"
     with work.reader as reader:
         failpoints.hit("load.snapshot_open")
-        seen = reader.hold(work.schema, work.chunk)
-        aside = LoadLetters(work.schema, work.form, work.origin, seen)
+        seen = reader.lock_chunk(work.schema, work.chunk)
+        aside = LoadRejects(work.schema, work.spec, work.origin, seen)
         read = (
-            aside.without_letters(reader.marked_rows(work.schema, work.chunk, work.condition))
+            aside.without_rejects(reader.marked_rows(work.schema, work.chunk, work.condition))
             if letters
             else reader.rows(work.schema, work.chunk, work.condition)
         )
-        stored = work.form.stored(work.schema)
-        own = loaded(work.form, work.schema, _noted(read, work.progress), work.origin)
+        stored = work.spec.stored_schema(work.schema)
+        own = with_added_columns(work.spec, work.schema, _with_progress(read, work.progress_file), work.origin)
         staged = stage(
-            work.lake, name, stored, own, work.form.partition_by, numbered=work.numbered, file_bytes=work.file_bytes
+            work.table_path,
+            name,
+            stored,
+            own,
+            work.spec.partition_by,
+            numbered=work.has_field_ids,
+            file_bytes=work.file_bytes,
         )
         keys: tuple[StagedFile, ...] = ()
         stay = reader.rows(_key_shape(work.schema), work.chunk) if work.condition is not None else None
-        if stay is None and work.form.retains and stored.key and aside.count:
+        if stay is None and work.spec.keeps_past and stored.key and aside.count:
             stay = aside.keys()  # what a table has of rows that do not fit now is no row that is gone
         if stay is not None:
-            keys = stage(work.lake, f"{name}-keys", _key_shape(stored), stay)
+            keys = stage(work.table_path, f"{name}-keys", _key_shape(stored), stay)
     if aside.count:
-        Seeds(work.log).stage_letters(work.seed, work.chunk.number, work.schema, aside.letters)
+        LoadStore(work.log).store_dead_letters(work.load_id, work.chunk.number, work.schema, aside.dead_letters)
     return StagedChunk(
         chunk=work.chunk.number,
         files=staged,
@@ -224,8 +232,8 @@ def _read_chunk(work: ChunkWork, started: float, *, letters: bool) -> StagedChun
         rows=sum(file.rows for file in staged),
         bytes=sum(file.size for file in staged),
         seconds=round(time.monotonic() - started, 3),
-        seen=seen,
-        letters=aside.count,
+        seen_until=seen,
+        dead_letters=aside.count,
     )
 
 
@@ -233,42 +241,42 @@ def refresh_table(work: RefreshWork) -> Outcome:
     """One commit that leaves alone what is right already."""
     started = time.monotonic()
     try:
-        done = refreshed(work.place.open(), work)
+        done = refresh_with(work.location.open(), work)
     except Exception as error:  # the task's boundary
-        return Outcome(table=work.schema.table, error=as_ours(error))
+        return Outcome(table=work.schema.table, error=as_tailrace_error(error))
     return replace(done, seconds=time.monotonic() - started)
 
 
-def refreshed(table: LakeTable, work: RefreshWork) -> Outcome:
+def refresh_with(table: LakeTable, work: RefreshWork) -> Outcome:
     """The same, whoever writes the table."""
-    chunks, expected = Seeds(work.log).staged(work.seed).values(), table.cursor()
+    chunks, expected = LoadStore(work.log).staged_chunks(work.load_id).values(), table.applied_position()
     assert expected is not None, "a table that is refreshed has been loaded"
-    applied = table.refresh(
+    applied = table.merge_load(
         work.schema,
         [file for chunk in chunks for file in chunk.files],
         expected,
-        work.cursor,
-        keys=_keys_that_stay(work, chunks),
+        work.position_after,
+        keys=_keys_to_keep(work, chunks),
         origin=work.origin,
     )
     rows = applied.upserted + applied.deleted
-    return Outcome(table=work.schema.table, rows=rows, cursor=applied.cursor, schema=work.schema)
+    return Outcome(table=work.schema.table, rows=rows, applied_position=applied.applied_position, schema=work.schema)
 
 
-def _keys_that_stay(work: RefreshWork, chunks: Iterable[StagedChunk]) -> list[StagedFile] | None:
+def _keys_to_keep(work: RefreshWork, chunks: Iterable[StagedChunk]) -> list[StagedFile] | None:
     """Files with the keys of rows that the table may go on having although they were not staged; None: there are none,
     for whatever is not staged is gone."""
     keys = [file for chunk in chunks for file in chunk.keys]
-    return keys if work.partial or keys else None
+    return keys if work.is_partial or keys else None
 
 
-def land_table(work: LandWork) -> Outcome:
+def commit_load(work: CommitLoadWork) -> Outcome:
     """One commit of what a load has staged."""
     try:
-        rows = work.place.open().land(work.schema, work.files, work.cursor, origin=work.origin)
+        rows = work.location.open().commit_load(work.schema, work.files, work.position_after, origin=work.origin)
     except Exception as error:  # the task's boundary
-        return Outcome(table=work.schema.table, error=as_ours(error))
-    return Outcome(table=work.schema.table, rows=rows, cursor=work.cursor, schema=work.schema)
+        return Outcome(table=work.schema.table, error=as_tailrace_error(error))
+    return Outcome(table=work.schema.table, rows=rows, applied_position=work.position_after, schema=work.schema)
 
 
 def _key_shape(schema: TableSchema) -> TableSchema:
@@ -277,7 +285,7 @@ def _key_shape(schema: TableSchema) -> TableSchema:
     return replace(schema, columns=columns, facts=None)
 
 
-def _noted(batches: Iterator[pa.RecordBatch], note: Path) -> Iterator[pa.RecordBatch]:
+def _with_progress(batches: Iterator[pa.RecordBatch], note: Path) -> Iterator[pa.RecordBatch]:
     """The batches, with a note of how far they are now and then."""
     rows, due = 0, 0.0
     for batch in batches:
@@ -299,50 +307,50 @@ def apply_changes(work: ApplyWork) -> Outcome:
     started = time.monotonic()
     failpoints.hit("apply.before_table")
     try:
-        changes = changes_of(work)
-        done = _applied(work, changes)
+        changes = read_changes(work)
+        done = _apply_step(work, changes)
     except Exception as error:  # the task's boundary: the table fails, the others go on
-        return Outcome(table=work.table, error=as_ours(error))
+        return Outcome(table=work.table, error=as_tailrace_error(error))
     return Outcome(
         table=work.table,
         rows=changes.num_rows,
         seconds=time.monotonic() - started,
-        cursor=work.cursor,
-        schema=work.shape,
-        bytes_changed=weigh(work.shape, changes),
+        applied_position=work.position_after,
+        schema=work.schema,
+        bytes_changed=estimate_bytes(work.schema, changes),
         bytes_written=done.applied.bytes,
         version=done.applied.version,
-        letters=done.letters,
+        dead_letters=done.dead_letters,
     )
 
 
-def _applied(work: ApplyWork, changes: pa.Table) -> Done:
+def _apply_step(work: ApplyWork, changes: pa.Table) -> ApplyStepResult:
     again = partial(_read_again, work, changes) if work.reader is not None else None
-    step = Step(
+    step = ApplyStep(
         log=work.log,
-        schema=work.shape,
-        form=work.place.form,
+        schema=work.schema,
+        spec=work.location.spec,
         expected=work.expected,
-        cursor=work.cursor,
-        on=work.letters,
-        reread=again,
+        position_after=work.position_after,
+        dead_letters_enabled=work.dead_letters_enabled,
+        refetch=again,
     )
-    return apply_with_letters(work.place.open(), step, changes)
+    return apply_with_dead_letters(work.location.open(), step, changes)
 
 
-def tend_table(work: TendWork) -> Outcome:
+def compact_table(work: CompactWork) -> Outcome:
     """What a table needs besides its changes."""
     started, used = time.monotonic(), time.process_time()  # a worker of Spark's does one task at a time
     tended, failed = None, None
     try:
-        tended = work.place.open().tend(work.upkeep, work.expected)
+        tended = work.location.open().compact(work.upkeep, work.expected)
     except Exception as error:  # the task's boundary
-        failed = as_ours(error)
+        failed = as_tailrace_error(error)
     return Outcome(
         table=work.table,
         seconds=time.monotonic() - started,
         cpu_seconds=time.process_time() - used,
-        tended=tended,
+        upkeep_result=tended,
         error=failed,
     )
 
@@ -351,46 +359,46 @@ def evolve_table(work: EvolveWork) -> Outcome:
     """One commit that leaves every row as the new shape has it."""
     started = time.monotonic()
     try:
-        applied = work.place.open().evolve(work.recast, work.expected)
+        applied = work.location.open().evolve(work.recast, work.expected)
     except Exception as error:  # the task's boundary: the table fails, the others go on
-        return Outcome(table=work.table, error=as_ours(error))
+        return Outcome(table=work.table, error=as_tailrace_error(error))
     return Outcome(
         table=work.table,
         seconds=time.monotonic() - started,
-        cursor=work.expected,
+        applied_position=work.expected,
         schema=work.recast.schema,
         bytes_written=applied.bytes,
     )
 
 
 def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:
-    return read_again(work, pc.unique(changes.column(change.TX)).to_pylist(), keys)
+    return refetch_rows(work, pc.unique(changes.column(change.TX)).to_pylist(), keys)
 
 
-def read_again(work: ApplyWork, transactions: Sequence[int], keys: pa.Table) -> pa.Table:
+def refetch_rows(work: ApplyWork, transactions: Sequence[int], keys: pa.Table) -> pa.Table:
     """The rows as the source has them now, these transactions included.
 
     That they may be newer than the table will say is on record before the commit.
     """
     assert work.reader is not None, "whoever calls has one"
-    form, shape = work.place.form, work.shape
+    form, shape = work.location.spec, work.schema
     keys = keys.rename_columns([name for name in shape.names if name in shape.key])
-    rows, seen = read_rows(work.reader, shape, keys, transactions)
+    rows, seen = fetch_rows(work.reader, shape, keys, transactions)
     if work.expected.load is not None:
-        Seeds(work.log).reread(work.expected.load, work.cursor.position, seen)
-    return rows.rename_columns([form.name_of(name) for name in rows.column_names])
+        LoadStore(work.log).record_refetch(work.expected.load, work.position_after.position, seen)
+    return rows.rename_columns([form.lake_name(name) for name in rows.column_names])
 
 
-def read_rows(
+def fetch_rows(
     source: SnapshotReader, shape: TableSchema, keys: pa.Table, transactions: Sequence[int]
 ) -> tuple[pa.Table, Lsn]:
     """The rows with these keys, once the transactions are seen; and what everything seen ended at or before."""
     deadline = time.monotonic() + SEEN_SECONDS_MAX
     while time.monotonic() < deadline:
         with source as reader:
-            reader.keep(shape)
-            if reader.sees(transactions):
-                rows = pa.Table.from_batches(reader.rows_of(shape, keys), pa.schema(shape.row_fields()))
+            reader.lock_schema(shape)
+            if reader.sees_all(transactions):
+                rows = pa.Table.from_batches(reader.rows_by_key(shape, keys), pa.schema(shape.row_fields()))
                 return rows, reader.position()
         time.sleep(SEEN_PAUSE_SECONDS)
     raise SourceSlow(
@@ -400,28 +408,28 @@ def read_rows(
     )
 
 
-def changes_of(work: ApplyWork) -> pa.Table:
+def read_changes(work: ApplyWork) -> pa.Table:
     """The changes the table has not covered, in order."""
-    empty = pa.RecordBatch.from_pylist([], work.shape.change_schema())
-    return pa.Table.from_batches([empty, *change_batches(work, work.expected.seq)])
+    empty = pa.RecordBatch.from_pylist([], work.schema.change_schema())
+    return pa.Table.from_batches([empty, *read_change_batches(work, work.expected.seq)])
 
 
-def change_batches(work: ApplyWork, seq: int) -> Iterator[pa.RecordBatch]:
+def read_change_batches(work: ApplyWork, seq: int) -> Iterator[pa.RecordBatch]:
     """The changes of the work's slices past this number that the table has not covered, in order."""
     log = ChangeLog.open(work.log)
-    for first, last in _together(log, work.slices):
+    for first, last in _group_slices(log, work.slices):
         for batch in log.read(first.first, last.last, tables=[first.table], after_seq=seq, to_seq=last.last_seq):
-            batch = after_position(batch, work.expected.position)  # a load has seen the others
-            if work.upto is not None and batch.data.num_rows:
-                batch = upto_position(batch, work.upto)
+            batch = rows_after_position(batch, work.expected.position)  # a load has seen the others
+            if work.until is not None and batch.data.num_rows:
+                batch = rows_until_position(batch, work.until)
             if batch.data.num_rows:
-                if error := unusable(work.shape, batch.schema, first.first):
+                if error := schema_mismatch(work.schema, batch.schema, first.first):
                     raise error
-                yield batch.completed()
+                yield batch.with_all_columns()
         seq = max(seq, last.last_seq)
 
 
-def _together(log: ChangeLog, slices: Sequence[Slice]) -> Iterator[tuple[Slice, Slice]]:
+def _group_slices(log: ChangeLog, slices: Sequence[Slice]) -> Iterator[tuple[Slice, Slice]]:
     """Stretches of slices that are read at once, each as its first and its last.
 
     What was sealed since the slices were listed lies in one row group where it was many commits. Read commit by commit
@@ -430,15 +438,15 @@ def _together(log: ChangeLog, slices: Sequence[Slice]) -> Iterator[tuple[Slice, 
     begin = 0
     while begin < len(slices):
         first, end = slices[begin], begin + 1
-        log.cold.refresh()
-        seal = log.cold.covering(first.first)
+        log.seal_index.refresh()
+        seal = log.seal_index.covering(first.first)
         while seal and end < len(slices) and slices[end].first <= seal.last and slices[end].table == first.table:
             end += 1
         yield first, slices[end - 1]
         begin = end
 
 
-def as_ours(error: Exception) -> TailraceError:
+def as_tailrace_error(error: Exception) -> TailraceError:
     """Any failure as an error that can be shown; a defect of ours says so."""
     if isinstance(error, TailraceError):
         return error

@@ -21,7 +21,7 @@ from tailrace.errors import ConfigError
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
-from tailrace.model.schema import Column, Identity, TableId, TableSchema, no_such_column, unfitting
+from tailrace.model.schema import Column, Identity, TableId, TableSchema, unknown_column_error, wrong_type_error
 from tailrace.validation import require_instance
 
 Row = Mapping[str, Any]
@@ -147,11 +147,11 @@ def changes(shape: TableSchema, *given: Sequence[Change]) -> ChangeBatch:
     for row in rows:
         unknown = {*row.values, *row.unchanged, *(row.before or ()), *(row.moved_from or ())} - set(shape.names)
         if unknown:
-            raise no_such_column(shape, [str(name) for name in unknown])
+            raise unknown_column_error(shape, [str(name) for name in unknown])
     try:
         stored = pa.Table.from_pylist([_stored(shape, row) for row in rows], schema=shape.change_schema())
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        raise unfitting(shape) from error
+        raise wrong_type_error(shape) from error
     stored = stored.drop_columns([name for name in change.OPTIONAL if stored.column(name).null_count == len(rows)])
     (data,) = stored.combine_chunks().to_batches()
     return ChangeBatch(

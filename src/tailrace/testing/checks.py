@@ -60,7 +60,7 @@ def run(checks: tuple[Check[_T], ...], place: Callable[[], Callable[[], _T]]) ->
     raised: Exception | None = None
     for check in checks:
         try:
-            check(called(place))
+            check(opener_at(place))
         except ContractBroken as error:
             broken.append(str(error))
         except ConfigError:
@@ -72,7 +72,7 @@ def run(checks: tuple[Check[_T], ...], place: Callable[[], Callable[[], _T]]) ->
         raise ContractBroken("\n".join(broken)) from raised
 
 
-def called(place: Callable[[], Callable[[], _T]]) -> Callable[[], _T]:
+def opener_at(place: Callable[[], Callable[[], _T]]) -> Callable[[], _T]:
     """A way to open what is tested at a new place."""
     _require_call(place, "what makes a new place")
     at = place()
@@ -91,7 +91,7 @@ def _require_call(given: object, what: str) -> None:
 
 
 @contextmanager
-def opened(at: Callable[[], _T]) -> Iterator[_T]:
+def open_at(at: Callable[[], _T]) -> Iterator[_T]:
     """What is under test, closed at the end if it can be."""
     found = at()
     try:
@@ -102,7 +102,7 @@ def opened(at: Callable[[], _T]) -> Iterator[_T]:
             close()
 
 
-def killed_after(act: Callable[[], object]) -> None:
+def run_and_kill(act: Callable[[], object]) -> None:
     """Do it in a process of its own, which is killed then and cleans up nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads of ours, which it neither has nor needs

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from tailrace.capture.port import Counting, Stream
+from tailrace.capture.port import CustomPositionSource, Stream
 from tailrace.errors import (
     ConfigError,
     ProtocolViolation,
@@ -35,14 +35,14 @@ from tailrace.errors import (
 )
 from tailrace.model.batch import Window
 from tailrace.model.position_kinds import P
-from tailrace.runtime.intake import Streams
+from tailrace.runtime.intake import StreamSource
 from tailrace.state.checkpoint import Checkpoint, CheckpointStore
-from tailrace.validation import require_instance, require_methods, require_seconds, require_whole
+from tailrace.validation import require_instance, require_integer, require_methods, require_seconds
 
 _T = TypeVar("_T")
 
 
-class Kind(enum.Enum):
+class FaultKind(enum.Enum):
     """What goes wrong."""
 
     FAIL = "fail"
@@ -54,10 +54,10 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class InjectedFault:
     """What goes wrong with which calls of a method: from the `at`-th on, so many `times`."""
 
-    kind: Kind
+    kind: FaultKind
     call: str
     at: int = 1
     times: int = 1
@@ -68,7 +68,7 @@ class Fault:
 
     def __post_init__(self) -> None:
         for what in ("at", "times", "calls"):
-            require_whole(what, getattr(self, what), least=1)
+            require_integer(what, getattr(self, what), least=1)
         require_seconds("seconds", self.seconds)
         if self.error is not None:
             hint = 'Give one of ours: `StateUnusable("…")`, `SourceUnreachable("…")`.'
@@ -78,37 +78,39 @@ class Fault:
         return f"{self.kind.value} {self.call}"
 
 
-def fail(call: str, *, at: int = 1, times: int = 1, error: TailraceError | None = None, acted: bool = False) -> Fault:
+def fail(
+    call: str, *, at: int = 1, times: int = 1, error: TailraceError | None = None, acted: bool = False
+) -> InjectedFault:
     """`acted`: what was asked for is done, and only the answer is lost."""
-    return Fault(kind=Kind.FAIL, call=call, at=at, times=times, error=error, acted=acted)
+    return InjectedFault(kind=FaultKind.FAIL, call=call, at=at, times=times, error=error, acted=acted)
 
 
-def slow(call: str, *, seconds: float, at: int = 1, times: int = 1) -> Fault:
-    return Fault(kind=Kind.SLOW, call=call, at=at, times=times, seconds=seconds)
+def slow(call: str, *, seconds: float, at: int = 1, times: int = 1) -> InjectedFault:
+    return InjectedFault(kind=FaultKind.SLOW, call=call, at=at, times=times, seconds=seconds)
 
 
-def corrupt(call: str, *, at: int = 1, times: int = 1) -> Fault:
-    return Fault(kind=Kind.CORRUPT, call=call, at=at, times=times)
+def corrupt(call: str, *, at: int = 1, times: int = 1) -> InjectedFault:
+    return InjectedFault(kind=FaultKind.CORRUPT, call=call, at=at, times=times)
 
 
-def lose(call: str, *, at: int = 1, times: int = 1) -> Fault:
-    return Fault(kind=Kind.LOSE, call=call, at=at, times=times)
+def lose(call: str, *, at: int = 1, times: int = 1) -> InjectedFault:
+    return InjectedFault(kind=FaultKind.LOSE, call=call, at=at, times=times)
 
 
-def duplicate(call: str, *, at: int = 1, times: int = 1) -> Fault:
-    return Fault(kind=Kind.DUPLICATE, call=call, at=at, times=times)
+def duplicate(call: str, *, at: int = 1, times: int = 1) -> InjectedFault:
+    return InjectedFault(kind=FaultKind.DUPLICATE, call=call, at=at, times=times)
 
 
-def delay(call: str, *, calls: int = 1, at: int = 1, times: int = 1) -> Fault:
-    return Fault(kind=Kind.DELAY, call=call, at=at, times=times, calls=calls)
+def delay(call: str, *, calls: int = 1, at: int = 1, times: int = 1) -> InjectedFault:
+    return InjectedFault(kind=FaultKind.DELAY, call=call, at=at, times=times, calls=calls)
 
 
 class _Schedule:
     """Which call is struck by what."""
 
-    def __init__(self, faults: tuple[Fault, ...], allowed: dict[Kind, tuple[str, ...]]) -> None:
+    def __init__(self, faults: tuple[InjectedFault, ...], allowed: dict[FaultKind, tuple[str, ...]]) -> None:
         for fault in faults:
-            require_instance("faults", fault, Fault, 'Give `fail("save")`, `lose("read")` and their like.')
+            require_instance("faults", fault, InjectedFault, 'Give `fail("save")`, `lose("read")` and their like.')
             if fault.call not in allowed[fault.kind]:
                 raise ConfigError(
                     f"`{fault.call}` cannot {fault.kind.value}", hint=f"One of: {', '.join(allowed[fault.kind])}."
@@ -116,14 +118,14 @@ class _Schedule:
         self._faults, self._calls = faults, Counter[str]()
         self.struck: list[str] = []
 
-    def due(self, call: str) -> Fault | None:
+    def due(self, call: str) -> InjectedFault | None:
         """Count a call; what strikes it."""
         self._calls[call] += 1
         number = self._calls[call]
         for fault in self._faults:
             if fault.call == call and fault.at <= number < fault.at + fault.times:
                 self.struck.append(str(fault))
-                if fault.kind is Kind.SLOW:
+                if fault.kind is FaultKind.SLOW:
                     time.sleep(fault.seconds)
                     return None
                 return fault
@@ -132,15 +134,15 @@ class _Schedule:
 
 _WRITES, _STORE = ("save", "delete"), ("save", "load", "delete", "list", "all")
 _OF_STORES = {
-    Kind.FAIL: _STORE, Kind.SLOW: _STORE, Kind.CORRUPT: ("save", "load"), Kind.LOSE: ("save", "load", "delete"),
-    Kind.DUPLICATE: _WRITES, Kind.DELAY: _WRITES,
+    FaultKind.FAIL: _STORE, FaultKind.SLOW: _STORE, FaultKind.CORRUPT: ("save", "load"),
+    FaultKind.LOSE: ("save", "load", "delete"), FaultKind.DUPLICATE: _WRITES, FaultKind.DELAY: _WRITES,
 }  # fmt: skip
 
 
 class FaultyStore:
     """A checkpoint store with faults."""
 
-    def __init__(self, store: CheckpointStore, *faults: Fault) -> None:
+    def __init__(self, store: CheckpointStore, *faults: InjectedFault) -> None:
         require_methods("store", store, _STORE, "Give the store first: `FaultyStore(MemoryCheckpointStore(), …)`.")
         self._store, self._schedule = store, _Schedule(faults, _OF_STORES)
         self._damaged: set[str] = set()
@@ -152,14 +154,14 @@ class FaultyStore:
 
     def save(self, key: str, checkpoint: Checkpoint) -> None:
         fault = self._act("save", lambda: self._store.save(key, checkpoint), None)[1]
-        if fault is None or fault.kind is Kind.DUPLICATE:
+        if fault is None or fault.kind is FaultKind.DUPLICATE:
             self._damaged.discard(key)
-        elif fault.kind is Kind.CORRUPT:
+        elif fault.kind is FaultKind.CORRUPT:
             self._damaged.add(key)
 
     def load(self, key: str) -> Checkpoint | None:
         found, fault = self._act("load", lambda: self._store.load(key), None)
-        if key in self._damaged or (fault is not None and fault.kind is Kind.CORRUPT):
+        if key in self._damaged or (fault is not None and fault.kind is FaultKind.CORRUPT):
             raise StateCorrupt("the checkpoint was damaged by a test", key=key, hint="Look at the test's faults.")
         return found
 
@@ -182,7 +184,7 @@ class FaultyStore:
         if callable(close):
             close()
 
-    def _act(self, call: str, act: Callable[[], _T], nothing: _T) -> tuple[_T, Fault | None]:
+    def _act(self, call: str, act: Callable[[], _T], nothing: _T) -> tuple[_T, InjectedFault | None]:
         self._late = [(left - 1, late) for left, late in self._late]
         for left, late in self._late:
             if left <= 0:
@@ -190,29 +192,30 @@ class FaultyStore:
         self._late = [(left, late) for left, late in self._late if left > 0]
         fault = self._schedule.due(call)
         kind = fault.kind if fault is not None else None
-        if fault is not None and kind is Kind.FAIL:
+        if fault is not None and kind is FaultKind.FAIL:
             if fault.acted:
                 act()
             raise fault.error or StateUnusable("the store fails in a test", hint="Look at the test's faults.")
-        if fault is not None and kind is Kind.DELAY:
+        if fault is not None and kind is FaultKind.DELAY:
             self._late.append((fault.calls, act))
             return nothing, fault
-        if kind is Kind.LOSE:
+        if kind is FaultKind.LOSE:
             return nothing, fault
         found = act()
-        return (act() if kind is Kind.DUPLICATE else found), fault
+        return (act() if kind is FaultKind.DUPLICATE else found), fault
 
 
 _OF_SOURCES = {
-    Kind.FAIL: ("live", "read", "confirm"), Kind.SLOW: ("live", "read", "confirm"), Kind.CORRUPT: ("read",),
-    Kind.LOSE: ("read", "confirm"), Kind.DUPLICATE: ("read", "confirm"), Kind.DELAY: ("read", "confirm"),
+    FaultKind.FAIL: ("live", "read", "confirm"), FaultKind.SLOW: ("live", "read", "confirm"),
+    FaultKind.CORRUPT: ("read",), FaultKind.LOSE: ("read", "confirm"),
+    FaultKind.DUPLICATE: ("read", "confirm"), FaultKind.DELAY: ("read", "confirm"),
 }  # fmt: skip
 
 
 class FaultySource(Generic[P]):
     """What `faulty_source` gives: the source, its streams with faults."""
 
-    def __init__(self, source: Streams[P], *faults: Fault) -> None:
+    def __init__(self, source: StreamSource[P], *faults: InjectedFault) -> None:
         require_methods("source", source, ("live",), "Give the source first: `faulty_source(MemoryCapture(), …)`.")
         self._source, self._schedule = source, _Schedule(faults, _OF_SOURCES)
 
@@ -229,11 +232,11 @@ class FaultySource(Generic[P]):
         return FaultyStream(self._source.live(after), self._schedule)
 
 
-def faulty_source(source: Streams[P], *faults: Fault) -> FaultySource[P]:
+def faulty_source(source: StreamSource[P], *faults: InjectedFault) -> FaultySource[P]:
     """The source with faults. It can do whatever the source can: scan its tables, say which database it is."""
     own = {name for name in dir(type(source)) if not name.startswith("_") and callable(getattr(type(source), name))}
     passed: dict[str, Any] = {name: _passed(name) for name in own - set(dir(FaultySource))}
-    if isinstance(source, Counting):
+    if isinstance(source, CustomPositionSource):
         passed["beginning"] = source.beginning
     # A runtime asks for methods, not for names, so they have to stand in a class.
     made: FaultySource[P] = type("FaultySource", (FaultySource,), passed)(source, *faults)
@@ -247,7 +250,7 @@ def _passed(name: str) -> Callable[..., Any]:
     return call
 
 
-def _broken(fault: Fault) -> TailraceError:
+def _broken(fault: InjectedFault) -> TailraceError:
     return fault.error or SourceUnreachable("the source breaks in a test", hint="Look at the test's faults.")
 
 
@@ -271,17 +274,17 @@ class FaultyStream(Generic[P]):
             self._held = (left - 1, window) if left > 1 else None
             return None if left > 1 else window
         found = self._stream.read(after, wait_seconds)
-        fault = self._schedule.due("read") if found is not None and not found.empty else None
+        fault = self._schedule.due("read") if found is not None and not found.is_empty else None
         if found is None or fault is None:
             return found
-        if fault.kind is Kind.DELAY:
+        if fault.kind is FaultKind.DELAY:
             self._held = (fault.calls, found)
             return None
-        if fault.kind is Kind.DUPLICATE:
+        if fault.kind is FaultKind.DUPLICATE:
             self._again.append(found)
             return found
         corrupt = ProtocolViolation("a test damaged what was sent", hint="Look at the test's faults.")
-        self._failure = corrupt if fault.kind is Kind.CORRUPT else _broken(fault)
+        self._failure = corrupt if fault.kind is FaultKind.CORRUPT else _broken(fault)
         raise self._failure
 
     def confirm(self, position: P) -> None:
@@ -293,13 +296,13 @@ class FaultyStream(Generic[P]):
                 self._stream.confirm(late)
         self._late = [(left, late) for left, late in self._late if left > 0]
         fault = self._schedule.due("confirm")
-        if fault is None or fault.kind is Kind.DUPLICATE:
+        if fault is None or fault.kind is FaultKind.DUPLICATE:
             self._stream.confirm(position)
-        if fault is None or fault.kind is Kind.LOSE:
+        if fault is None or fault.kind is FaultKind.LOSE:
             return
-        if fault.kind is Kind.DELAY:
+        if fault.kind is FaultKind.DELAY:
             self._late.append((fault.calls, position))
-        elif fault.kind is Kind.DUPLICATE:
+        elif fault.kind is FaultKind.DUPLICATE:
             self._stream.confirm(position)
         else:
             self._failure = _broken(fault)

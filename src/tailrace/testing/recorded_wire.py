@@ -24,9 +24,9 @@ import psycopg
 import pyarrow as pa
 
 from tailrace.capture.postgres.catalogue import Catalogue
-from tailrace.capture.postgres.connect import connect, explain
+from tailrace.capture.postgres.connect import connect, map_error
 from tailrace.capture.postgres.decode import Decoder
-from tailrace.capture.postgres.invalid_text import Text, text_of
+from tailrace.capture.postgres.invalid_text import TextHandling, text_handling_of
 from tailrace.errors import ConfigError, ProtocolViolation, TailraceError
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import Lsn
@@ -56,9 +56,9 @@ class Recording:
     after: Lsn
     end: Lsn
     xid_near: int
-    text: Text = Text.SOUND
+    text: TextHandling = TextHandling.SOUND
     messages: tuple[bytes, ...] = field(repr=False)
-    shapes: Mapping[bytes, TableSchema] = field(repr=False)
+    schemas: Mapping[bytes, TableSchema] = field(repr=False)
     """By the message that announced the table."""
     batches: tuple[ChangeBatch, ...] = field(default=(), repr=False)
     """What the decoder made of it,"""
@@ -91,10 +91,10 @@ class Recording:
                 raise ContractBroken(f"{recorded.schema.table} has other values or columns: {', '.join(names)}")
 
     def _describe(self, messages: Sequence[bytes]) -> list[TableSchema]:
-        unknown = [message for message in messages if message not in self.shapes]
+        unknown = [message for message in messages if message not in self.schemas]
         if unknown:
             raise ProtocolViolation("a table is announced that the recording does not know", hint="Record it again.")
-        return [self.shapes[message] for message in messages]
+        return [self.schemas[message] for message in messages]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file: JSON, with bytes as base64."""
@@ -110,7 +110,7 @@ class Recording:
             "text": self.text.name,
             "error": self.error,
             "messages": [_base64(message) for message in self.messages],
-            "shapes": [{"message": _base64(said), "shape": shape.to_json()} for said, shape in self.shapes.items()],
+            "shapes": [{"message": _base64(said), "shape": shape.to_json()} for said, shape in self.schemas.items()],
             "batches": [{"shape": batch.schema.to_json(), "rows": _base64(_rows_of(batch))} for batch in self.batches],
         }
 
@@ -136,10 +136,10 @@ def load(path: str | os.PathLike[str]) -> Recording:
             after=Lsn.parse(stored["after"]),
             end=Lsn.parse(stored["end"]),
             xid_near=stored["xid_near"],
-            text=Text[stored["text"]],
+            text=TextHandling[stored["text"]],
             error=stored["error"],
             messages=tuple(base64.b64decode(message) for message in stored["messages"]),
-            shapes={
+            schemas={
                 base64.b64decode(item["message"]): TableSchema.from_json(item["shape"]) for item in stored["shapes"]
             },
             batches=tuple(_batch(item) for item in stored["batches"]),
@@ -174,11 +174,11 @@ def record(url: str, *, slot: str, publications: Sequence[str], changes_max: int
                 end=_end(messages),
                 messages=messages,
                 xid_near=catalogue.next_transaction(),
-                text=text_of(connection.pgconn, replaced=False),
-                shapes=dict(zip(announced, catalogue.describe_messages(announced, publications, {}), strict=True)),
+                text=text_handling_of(connection.pgconn, replaced=False),
+                schemas=dict(zip(announced, catalogue.describe_messages(announced, publications, {}), strict=True)),
             )
     except psycopg.Error as error:
-        raise explain(error, url) from error
+        raise map_error(error, url) from error
     return _decoded(made)
 
 

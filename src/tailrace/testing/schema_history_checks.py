@@ -19,11 +19,11 @@ from datetime import UTC, datetime, timedelta
 import pyarrow as pa
 
 from tailrace.errors import ConfigError, StateTrimmed
-from tailrace.model.evolution import Kind
+from tailrace.model.evolution import SchemaChangeKind
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.state.schema_history import SchemaEvent, SchemaHistory, SchemaVersion
-from tailrace.testing.checks import Check, killed_after, opened, require, require_checks, require_refused, run, suite
+from tailrace.testing.checks import Check, open_at, require, require_checks, require_refused, run, run_and_kill, suite
 
 Open = Callable[[], SchemaHistory]
 
@@ -49,7 +49,7 @@ def _numbers(versions: tuple[SchemaVersion, ...]) -> list[int]:
 
 def _begins_empty(at: Open) -> None:
     """a new history knows no table, and says so without an error"""
-    with opened(at) as history:
+    with open_at(at) as history:
         require(history.tables() == () and history.versions(ORDERS) == (), "it knows a table")
         require(history.latest(ORDERS) is None and history.at_time(ORDERS, _NOON) is None, "it knows a version")
         require(history.drop(ORDERS) is None, "it dropped what was never there")
@@ -58,7 +58,7 @@ def _begins_empty(at: Open) -> None:
 
 def _gives_back(at: Open) -> None:
     """what was told is found as it was: shape, time, position, statement and what changed"""
-    with opened(at) as history:
+    with open_at(at) as history:
         history.record(_shape(1), time=_minute(1), position=Lsn(7))
         made = history.record(_shape(2), time=_minute(2), position=Lsn(9), ddl="ALTER TABLE orders ADD c1 text")
         require(
@@ -66,19 +66,21 @@ def _gives_back(at: Open) -> None:
             "another version was made",
         )
         changes = made.evolution.changes if made.evolution else ()
-        require([(item.kind, item.column) for item in changes] == [(Kind.ADD, "c1")], "what changed is not told")
+        require(
+            [(item.kind, item.column) for item in changes] == [(SchemaChangeKind.ADD, "c1")], "what changed is not told"
+        )
         found = history.latest(ORDERS)
-        require(found == made and found is not None and found.shape == _shape(2), "the newest version is another one")
+        require(found == made and found is not None and found.schema == _shape(2), "the newest version is another one")
         require((made.time, made.position) == (_minute(2), Lsn(9)), "time or position is another one")
 
 
 def _survives(at: Open) -> None:
     """what was told is there after it was opened again, and numbers go on"""
-    with opened(at) as history:
+    with open_at(at) as history:
         history.record(_shape(1), time=_minute(1))
         history.record(_shape(2), time=_minute(2), position=Lsn(5), ddl="x")
         kept = history.versions(ORDERS)
-    with opened(at) as history:
+    with open_at(at) as history:
         require(history.versions(ORDERS) == kept and len(kept) == 2, "other versions are there now")
         require(history.record(_shape(2)).version == 2, "the shape it has was taken for a new one")
         require(history.record(_shape(3)).version == 3, "the next one has another number")
@@ -86,7 +88,7 @@ def _survives(at: Open) -> None:
 
 def _tells_once(at: Open) -> None:
     """the shape that a table has already adds nothing"""
-    with opened(at) as history:
+    with open_at(at) as history:
         first = history.record(_shape(1), time=_minute(1), position=Lsn(5))
         require(history.record(_shape(1), time=_minute(9), position=Lsn(8)) == first, "it is another version")
         require(_numbers(history.versions(ORDERS)) == [1], "it was added")
@@ -94,7 +96,7 @@ def _tells_once(at: Open) -> None:
 
 def _comes_back(at: Open) -> None:
     """a shape that the table had before is a version of its own"""
-    with opened(at) as history:
+    with open_at(at) as history:
         made = [history.record(_shape(columns), time=_minute(n)) for n, columns in enumerate((1, 2, 1))]
         require([version.version for version in made] == [1, 2, 3], "it was taken for the version before")
         require(made[-1].event is SchemaEvent.ALTER and history.latest(ORDERS) == made[-1], "the newest is another")
@@ -102,7 +104,7 @@ def _comes_back(at: Open) -> None:
 
 def _by_number_and_time(at: Open) -> None:
     """a version is found by its number, and by any time at which it was in force"""
-    with opened(at) as history:
+    with open_at(at) as history:
         made = [history.record(_shape(n), time=_minute(n)) for n in (1, 2, 3)]
         for version in made:
             require(history.at_version(ORDERS, version.version) == version, "another one has its number")
@@ -117,7 +119,7 @@ def _by_number_and_time(at: Open) -> None:
 def _tables_apart(at: Open) -> None:
     """tables do not touch each other, also where their names read alike"""
     one, other = TableId("a.b", "c"), TableId("a", "b.c")
-    with opened(at) as history:
+    with open_at(at) as history:
         history.record(_shape(1, table=one, relation=1))
         history.record(_shape(2, table=other, relation=2))
         history.record(_shape(3, table=one, relation=1))
@@ -127,11 +129,11 @@ def _tables_apart(at: Open) -> None:
 
 def _drops(at: Open) -> None:
     """a dropped table stays known with its last shape, once; made again, it is a new one"""
-    with opened(at) as history:
+    with open_at(at) as history:
         history.record(_shape(1), time=_minute(1))
         gone = history.drop(ORDERS, time=_minute(2), ddl="DROP TABLE orders")
         require(gone is not None and (gone.event, gone.version) == (SchemaEvent.DROP, 2), "its drop is no version")
-        require(gone is not None and gone.shape == _shape(1) and gone.ddl is not None, "its drop lost its last shape")
+        require(gone is not None and gone.schema == _shape(1) and gone.ddl is not None, "its drop lost its last shape")
         require(history.drop(ORDERS, time=_minute(3)) == gone, "it was dropped twice")
         require(history.at_time(ORDERS, _minute(9)) == gone, "it is there after it went")
         again = history.record(_shape(1), time=_minute(4))
@@ -140,7 +142,7 @@ def _drops(at: Open) -> None:
 
 def _made_anew(at: Open) -> None:
     """one with the same name and another number at the source was dropped and made anew"""
-    with opened(at) as history:
+    with open_at(at) as history:
         history.record(_shape(1, relation=1))
         history.record(_shape(1, relation=2))
         events = [version.event for version in history.versions(ORDERS)]
@@ -150,25 +152,25 @@ def _made_anew(at: Open) -> None:
 def _renamed(at: Open) -> None:
     """one with another name and the same number at the source was renamed"""
     sold = TableId("public", "sold")
-    with opened(at) as history:
+    with open_at(at) as history:
         history.record(_shape(1))
         new = history.record(replace(_shape(1), table=sold))
         old = history.latest(ORDERS)
         require(new.event is SchemaEvent.ALTER and new.evolution is not None, "the new name is not told as a change")
         require(old is not None and old.event is SchemaEvent.DROP, "the old name is still there")
-    with opened(at) as history:
+    with open_at(at) as history:
         require(history.record(replace(_shape(1), table=sold)) == new, "it was told twice")
         require(_numbers(history.versions(ORDERS)) == [1, 2], "the old name came back")
 
 
 def _lets_go(at: Open) -> None:
     """of more versions than are kept the oldest go, and asking for one of those is an error"""
-    with opened(at) as history:
+    with open_at(at) as history:
         for n in range(1, KEEP_LAST + 4):
             history.record(_shape(n), time=_minute(n))
         expected = list(range(4, KEEP_LAST + 4))
         require(_numbers(history.versions(ORDERS)) == expected, "others were kept")
-    with opened(at) as history:
+    with open_at(at) as history:
         require(_numbers(history.versions(ORDERS)) == expected, "others are there after a restart")
         require_refused(lambda: history.at_version(ORDERS, 1), StateTrimmed, "it gave one that is gone")
         require_refused(lambda: history.at_time(ORDERS, _minute(1)), StateTrimmed, "what is gone was never there")
@@ -183,8 +185,8 @@ def _outlives_a_kill(at: Open) -> None:
         history.record(_shape(2), time=_minute(2))
         history.drop(ORDERS, time=_minute(3))
 
-    killed_after(act)
-    with opened(at) as history:
+    run_and_kill(act)
+    with open_at(at) as history:
         events = [version.event for version in history.versions(ORDERS)]
         require(events == [SchemaEvent.CREATE, SchemaEvent.ALTER, SchemaEvent.DROP], "what was told is not there")
 

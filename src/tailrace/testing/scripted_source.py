@@ -23,7 +23,7 @@ from tailrace.capture.port import Stream
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import Lsn
-from tailrace.validation import require_instance, require_whole
+from tailrace.validation import require_instance, require_integer
 
 
 @dataclass(frozen=True, init=False)
@@ -47,7 +47,7 @@ class Quiet:
     bytes: int
 
     def __post_init__(self) -> None:
-        require_whole("bytes", self.bytes, least=0)
+        require_integer("bytes", self.bytes, least=0)
 
 
 @dataclass(frozen=True, init=False)
@@ -59,7 +59,7 @@ class Behind:
     steps: tuple[Transaction | Quiet, ...]
 
     def __init__(self, reads: int, *steps: Transaction | Quiet) -> None:
-        require_whole("reads", reads, least=1)
+        require_integer("reads", reads, least=1)
         for step in steps:
             if not isinstance(step, Transaction | Quiet):
                 raise _no_step(step, "`Transaction(…)` and `Quiet(…)`")
@@ -122,7 +122,7 @@ class ScriptedSource(MemoryCapture):
         self._silent = step.reads if isinstance(step, Behind) else 0
 
     def live(self, after: Lsn) -> Stream:
-        return _Played(self, super().live(after))
+        return _ScriptedStream(self, super().live(after))
 
     def _before_read(self, after: Lsn) -> bool:
         """Play what is due; whether nothing arrives."""
@@ -134,7 +134,7 @@ class ScriptedSource(MemoryCapture):
         return True
 
 
-class _Played:
+class _ScriptedStream:
     """A reader's place at it."""
 
     def __init__(self, source: ScriptedSource, stream: Stream) -> None:

@@ -34,11 +34,11 @@ from tailrace.model.mirror import Mirror
 from tailrace.model.schema import TableSchema
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.output_batch import Batch, Limits, Transactions
-from tailrace.runtime.sinks import Rejected, Sink, rejected_of, require_sink
+from tailrace.runtime.sinks import Rejected, Sink, require_rejected, require_sink
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.testing.changes import changes, delete, insert, move, table, truncate, update
-from tailrace.testing.checks import Check, called, killed_after, opened, require, require_checks, run, suite
-from tailrace.validation import require_function, require_instance
+from tailrace.testing.checks import Check, open_at, opener_at, require, require_checks, run, run_and_kill, suite
+from tailrace.validation import require_callable, require_instance
 
 ORDERS = table("public.orders", id=pa.int64(), status=pa.string(), note=pa.string())
 PARTS = table("public.parts", key=("shop", "code"), code=pa.string(), shop=pa.int32(), note=pa.string())
@@ -66,7 +66,7 @@ class SinkAt:
         require_sink("sink", self.sink)
         for what in ("kept", "rows"):
             if (look := getattr(self, what)) is not None:
-                require_function(what, look, _LOOK_HINT)
+                require_callable(what, look, _LOOK_HINT)
         if self.kept is None and self.rows is None:
             raise ConfigError("what the sink holds cannot be looked at", hint=_LOOK_HINT)
 
@@ -87,7 +87,7 @@ Open = Callable[[], SinkAt]
 
 @contextmanager
 def _opened(at: Open) -> Iterator[SinkAt]:
-    with opened(at) as found:
+    with open_at(at) as found:
         require_instance("place", found, SinkAt, "Have it open `SinkAt(sink, kept=…)`.")
         yield found
 
@@ -148,7 +148,7 @@ def _seqs(*given: Batch) -> list[int]:
 
 
 def _put(at: SinkAt, *given: Batch) -> list[Rejected]:
-    rejected = [item for batch in given for item in rejected_of(at.sink.write(batch))]
+    rejected = [item for batch in given for item in require_rejected(at.sink.write(batch))]
     at.sink.flush(True)
     return rejected
 
@@ -259,7 +259,7 @@ def _outlives_a_kill(at: Open) -> None:
         found.sink.flush(True)
         found.sink.write(unflushed)
 
-    killed_after(act)
+    run_and_kill(act)
     with _opened(at) as found:
         require(found.seqs()[:3] == _seqs(first, second), "what was flushed is not there")
         _put(found, unflushed)
@@ -405,6 +405,6 @@ def check_sink(place: Callable[[], Open], *more: Check[SinkAt]) -> None:
     """Run all checks of `SINK`, and others. `place` gives, for each, a way to open a sink where there is none yet. Of a
     mirror that keeps no numbers only the others are run, or `MIRROR`."""
     require_checks(more, "`*EXACTLY_ONCE`, `*DURABLE`, `*MIRROR`")
-    with _opened(called(place)) as found:
+    with _opened(opener_at(place)) as found:
         numbered = found.kept is not None
     run((*SINK, *more) if numbered else (more or MIRROR), place)

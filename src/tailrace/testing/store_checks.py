@@ -30,7 +30,7 @@ from tailrace.model.position_kinds import (
     SqlServerLsn,
 )
 from tailrace.state.checkpoint import KEY_BYTES_MAX, METADATA_BYTES_MAX, Checkpoint, CheckpointStore
-from tailrace.testing.checks import Check, killed_after, opened, require, require_checks, require_refused, run, suite
+from tailrace.testing.checks import Check, open_at, require, require_checks, require_refused, run, run_and_kill, suite
 
 Open = Callable[[], CheckpointStore]
 
@@ -63,7 +63,7 @@ def _lsn(value: int, **given: Any) -> Checkpoint:
 
 def _begins_empty(at: Open) -> None:
     """a new store has nothing, and says so without an error"""
-    with opened(at) as store:
+    with open_at(at) as store:
         require(store.load("orders") is None, "it has a checkpoint that nobody saved")
         require(tuple(store.list()) == () and dict(store.all()) == {}, "it lists what nobody saved")
         require(store.delete("orders") is False, "it deleted what was not there")
@@ -72,7 +72,7 @@ def _begins_empty(at: Open) -> None:
 def _gives_back(at: Open) -> None:
     """what was saved is loaded as it was, with every kind of position"""
     time = datetime(2026, 11, 16, 12, 0, 0, 123456, UTC)
-    with opened(at) as store:
+    with open_at(at) as store:
         for number, (source, position, _) in enumerate(ORDERED):
             saved = checkpoint(
                 source, position, time=time, transaction="7:ü", metadata={"a": [1, 2.5, None, "é\n"], "b": {"c": True}}
@@ -83,19 +83,19 @@ def _gives_back(at: Open) -> None:
 
 def _survives(at: Open) -> None:
     """what was saved, and what was deleted, is so after it was opened again"""
-    with opened(at) as store:
+    with open_at(at) as store:
         store.save("kept", _lsn(7, metadata={"n": 1}))
         store.save("gone", _lsn(8))
         store.delete("gone")
         kept = store.load("kept")
-    with opened(at) as store:
+    with open_at(at) as store:
         require(kept is not None and store.load("kept") == kept, "what was saved is not there")
         require(store.load("gone") is None, "what was deleted is there again")
 
 
 def _goes_forward(at: Open) -> None:
     """the last one saved counts, and one whose position stands may be saved with other metadata"""
-    with opened(at) as store:
+    with open_at(at) as store:
         for source, early, late in ORDERED:
             key = f"{source}-{type(early).__name__}"
             store.save(key, checkpoint(source, early))
@@ -117,7 +117,7 @@ def _replaces_all(at: Open) -> None:
         _lsn(6, time=early, transaction="8", metadata={"b": {"d": 5}}),
         _lsn(7, time=late),
     )
-    with opened(at) as store:
+    with open_at(at) as store:
         for one in chain:
             store.save("orders", one)
             require(store.load("orders") == one, "something of the one before is there, or the time is another one")
@@ -132,7 +132,7 @@ def _keeps_large(at: Open) -> None:
         _lsn((1 << 64) - 1, metadata={"whole": (1 << 63) + 1, "one": 1, "part": 0.1, "none": None, "text": "'\"\\\0"}),
         checkpoint("mysql", MysqlGtidSet.parse(many)),
     )
-    with opened(at) as store:
+    with open_at(at) as store:
         for number, saved in enumerate(given):
             store.save(f"key{number}", saved)
             found = store.load(f"key{number}")
@@ -143,7 +143,7 @@ def _keeps_large(at: Open) -> None:
 
 def _never_back(at: Open) -> None:
     """a position that does not follow the saved one is refused, and nothing changes"""
-    with opened(at) as store:
+    with open_at(at) as store:
         for source, early, late in ORDERED:
             key = f"{source}-{type(early).__name__}"
             store.save(key, checkpoint(source, late))
@@ -162,7 +162,7 @@ def _never_back(at: Open) -> None:
 
 def _one_source(at: Open) -> None:
     """a key belongs to one source and one way of counting, until it is deleted"""
-    with opened(at) as store:
+    with open_at(at) as store:
         store.save("orders", _lsn(7))
         other = checkpoint("mysql", BinlogPosition("mysql-bin.000001", 4))
         require_refused(lambda: store.save("orders", other), StateForeign, "another source took the key")
@@ -184,7 +184,7 @@ def _one_source(at: Open) -> None:
 
 def _deletes(at: Open) -> None:
     """a deleted one is gone, once, and its key can begin anywhere"""
-    with opened(at) as store:
+    with open_at(at) as store:
         store.save("orders", _lsn(9))
         require(store.delete("orders") is True, "it did not say that there was one")
         require(store.load("orders") is None and store.delete("orders") is False, "it is still there")
@@ -195,7 +195,7 @@ def _deletes(at: Open) -> None:
 
 def _keys_apart(at: Open) -> None:
     """keys do not touch each other, and are listed in order with what they hold"""
-    with opened(at) as store:
+    with open_at(at) as store:
         for number, key in enumerate(GOOD_KEYS, start=1):
             store.save(key, _lsn(number))
         store.delete("a")
@@ -207,7 +207,7 @@ def _keys_apart(at: Open) -> None:
 
 def _keys_alike(at: Open) -> None:
     """keys that look alike are not one: both are kept, or the second is refused"""
-    with opened(at) as store:
+    with open_at(at) as store:
         for one, other in ALIKE:
             store.save(one, _lsn(7))
             try:
@@ -223,7 +223,7 @@ def _keys_alike(at: Open) -> None:
 
 def _bad_keys(at: Open) -> None:
     """a key that is empty, too long, or could lead elsewhere is refused wherever it is given"""
-    with opened(at) as store:
+    with open_at(at) as store:
         for key in BAD_KEYS:
             calls: tuple[tuple[str, Callable[[str], object]], ...] = (
                 ("save", lambda key: store.save(key, _lsn(1))),
@@ -242,7 +242,7 @@ def _bad_keys(at: Open) -> None:
 def _callers_own(at: Open) -> None:
     """what a caller does with metadata afterwards changes nothing that is saved"""
     metadata = {"chunks": [1]}
-    with opened(at) as store:
+    with open_at(at) as store:
         saved = _lsn(5, metadata=metadata)
         store.save("orders", saved)
         metadata["chunks"].append(2)
@@ -257,7 +257,7 @@ def _callers_own(at: Open) -> None:
 def _threads(at: Open) -> None:
     """threads that save at once, each under a key of its own, lose nothing"""
     failures: list[Exception] = []
-    with opened(at) as store:
+    with open_at(at) as store:
 
         def work(key: str) -> None:
             try:
@@ -278,7 +278,7 @@ def _threads(at: Open) -> None:
 
 def _always_there(at: Open) -> None:
     """while a checkpoint is saved anew, whoever loads has the one before or the new one, and never none"""
-    with opened(at) as store:
+    with open_at(at) as store:
         store.save("orders", _lsn(1))
         failures: list[Exception] = []
 
@@ -316,8 +316,8 @@ def _outlives_a_kill(at: Open) -> None:
         store.save("gone", _lsn(8))
         store.delete("gone")
 
-    killed_after(act)
-    with opened(at) as store:
+    run_and_kill(act)
+    with open_at(at) as store:
         found = store.load("kept")
         require(found is not None and found.position == Lsn(2), "what was saved is not there")
         require(found is not None and found.metadata == {"n": 2}, "something else is there")

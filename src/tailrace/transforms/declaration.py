@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tailrace.errors import ConfigError
 
-WANTED = {
+ERROR_TEXTS = {
     "union_tag_invalid": "has a `do` that is no rule",
     "union_tag_not_found": "lacks `do`, which says what the rule does",
     "union_tag_type": "has a `do` that is no rule",
@@ -46,22 +46,22 @@ WANTED = {
 HINT = "docs/guides/transforms.md has all rules and their keys."
 
 
-def said(detail: ErrorDetails) -> str:
+def error_text(detail: ErrorDetails) -> str:
     """What is wrong, in our words, which hold no value."""
     context = detail.get("ctx", {})
     if message := context.get("message"):
         return str(message)
     listed = {name: str(value).replace(" or ", " and ") for name, value in context.items()}
-    return WANTED.get(detail["type"], "has a value it cannot have").format_map(listed)
+    return ERROR_TEXTS.get(detail["type"], "has a value it cannot have").format_map(listed)
 
 
-def refusal(message: str, hint: str) -> PydanticCustomError:
+def declaration_error(message: str, hint: str) -> PydanticCustomError:
     """What is wrong with a rule, and what to do; the settings' reader shows both."""
     shown = message.encode("utf-8", "backslashreplace").decode()  # a file may hold halves of characters
     return PydanticCustomError("refused", "{message}", {"message": shown, "hint": hint})
 
 
-class Declared(BaseModel):
+class Declaration(BaseModel):
     """Something that is declared. No value stands in what is said of it: it could be a secret."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, populate_by_name=True)
@@ -83,13 +83,13 @@ class Declared(BaseModel):
             raise _refused(cls, error) from error
 
 
-def _refused(kind: type[Declared], error: ValidationError) -> ConfigError:
+def _refused(kind: type[Declaration], error: ValidationError) -> ConfigError:
     first, *more = error.errors(include_url=False, include_input=False)
     place = [part for at, part in enumerate(first["loc"]) if not (at == 2 and first["loc"][0] == "rules")]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]").lstrip(
         "."
     )
-    wrong = said(first)
+    wrong = error_text(first)
     if more:
         wrong += f" (and {len(more)} more problem{'s' if len(more) > 1 else ''})"
     do = kind.model_fields["do"].default if "do" in kind.model_fields else None
@@ -97,7 +97,7 @@ def _refused(kind: type[Declared], error: ValidationError) -> ConfigError:
     return ConfigError(f"`{where}` {wrong}" if where else wrong, hint=_hint(kind, first), **named)
 
 
-def _hint(kind: type[Declared], detail: ErrorDetails) -> str:
+def _hint(kind: type[Declaration], detail: ErrorDetails) -> str:
     if hint := detail.get("ctx", {}).get("hint"):
         return str(hint)
     key = str(detail["loc"][-1]) if detail["loc"] else ""

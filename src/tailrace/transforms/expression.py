@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.errors import ConfigError
-from tailrace.transforms.transform_errors import Faults, by_halves, trouble
+from tailrace.transforms.transform_errors import RowFaults, expression_error_text, find_faults_by_halves
 
 LENGTH_MAX = 4_096
 NODES_MAX = 500
@@ -53,16 +53,16 @@ def _texts(value: Value) -> Value:
 
 def _plain(value: Value) -> Any:
     if not isinstance(value, Literal):
-        raise _Wrong("an argument must be a literal")
+        raise _ExpressionError("an argument must be a literal")
     return value.value
 
 
 def _whole(value: Value) -> int:
     found = _plain(value)
     if isinstance(found, bool) or not isinstance(found, int):
-        raise _Wrong("an argument must be a whole number")
+        raise _ExpressionError("an argument must be a whole number")
     if abs(found) > WHOLE_MAX:
-        raise _Wrong("an argument is too large a number")
+        raise _ExpressionError("an argument is too large a number")
     return found
 
 
@@ -77,7 +77,7 @@ def _coalesce(first: Value, *others: Value) -> Value:
 def _substring(text: Value, start: Value, length: Value) -> Value:
     begin = _whole(start)
     if begin < 1 or _whole(length) < 0:
-        raise _Wrong("`substring` counts from 1")
+        raise _ExpressionError("`substring` counts from 1")
     return pc.utf8_slice_codeunits(_texts(text), begin - 1, begin - 1 + _whole(length))
 
 
@@ -116,7 +116,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Value, Value], Value]] = {
 _FALSE, _TRUE = pa.scalar(False), pa.scalar(True)
 
 
-class _Wrong(Exception):
+class _ExpressionError(Exception):
     """What is wrong with an expression; it becomes a ConfigError that says whose it is."""
 
 
@@ -129,7 +129,7 @@ class Expression:
     def __post_init__(self) -> None:
         try:
             _check(_parse(self.text), self.text)
-        except _Wrong as wrong:
+        except _ExpressionError as wrong:
             raise ConfigError(
                 f"an expression cannot be used: {wrong}",
                 expression=self.text,
@@ -150,25 +150,25 @@ class Expression:
             found = pa.array([found.as_py()] * 1, found.type).take(pa.array(np.zeros(rows, np.int64)))
         return found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
 
-    def true(self, columns: Columns, rows: int) -> Mask:
+    def is_true(self, columns: Columns, rows: int) -> Mask:
         """The rows of which it is true; null is not."""
         found = self.evaluate(columns, rows)
         found = pc.fill_null(found, _FALSE) if found.null_count else found
         return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
 
-    def judge(self, columns: Columns, rows: int) -> tuple[Mask, Faults]:
+    def evaluate_condition(self, columns: Columns, rows: int) -> tuple[Mask, RowFaults]:
         """The same, and the rows of which it cannot be computed, such as for an overflow: it is not true of those."""
         used = {name: columns[name] for name in self.columns}
-        parts, faults = by_halves(
-            lambda begin, size: self.true({name: values.slice(begin, size) for name, values in used.items()}, size),
+        parts, faults = find_faults_by_halves(
+            lambda begin, size: self.is_true({name: values.slice(begin, size) for name, values in used.items()}, size),
             0,
             rows,
             lambda size: np.zeros(size, np.bool_),
-            trouble,
+            expression_error_text,
         )
         return parts[0] if len(parts) == 1 else np.concatenate(parts), faults
 
-    def type(self, types: Mapping[str, pa.DataType]) -> pa.DataType:
+    def result_type(self, types: Mapping[str, pa.DataType]) -> pa.DataType:
         """The type of what it gives for columns of these types; refused where it cannot be computed of them."""
         missing = [name for name in self.columns if name not in types]
         if missing:
@@ -179,7 +179,7 @@ class Expression:
             )
         try:
             return self.evaluate({name: pa.array([], kind) for name, kind in types.items()}, 0).type
-        except (_Wrong, pa.ArrowException, TypeError, ValueError) as error:
+        except (_ExpressionError, pa.ArrowException, TypeError, ValueError) as error:
             # Nothing of a row is in here: it was computed of columns without rows.
             said = str(error).strip().partition("\n")[0][:200]
             raise ConfigError(
@@ -199,13 +199,13 @@ def _columns_in(tree: ast.AST) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=1_000)
 def _parse(text: str) -> ast.Expression:
     if len(text) > LENGTH_MAX:
-        raise _Wrong("it is too long")
+        raise _ExpressionError("it is too long")
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise _Wrong("it is not an expression") from None
+        raise _ExpressionError("it is not an expression") from None
     if sum(1 for _ in ast.walk(tree)) > NODES_MAX:
-        raise _Wrong("it is too long")
+        raise _ExpressionError("it is too long")
     return tree
 
 
@@ -219,7 +219,7 @@ _KNOWN = (
 def _check(tree: ast.Expression, text: str) -> None:
     for node in ast.walk(tree):
         if not isinstance(node, _KNOWN):
-            raise _Wrong(f"it has a {type(node).__name__}, which is not known here")
+            raise _ExpressionError(f"it has a {type(node).__name__}, which is not known here")
         if isinstance(node, ast.Constant):
             _literal(node, text)
         if isinstance(node, ast.Call):
@@ -234,9 +234,9 @@ def _check_compared(node: ast.Compare) -> None:
     for left, operator, right in zip(sides, node.ops, sides[1:], strict=False):
         within = isinstance(operator, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple)
         if within and any(map(_is_none, right.elts)):  # type: ignore[attr-defined]  # it is one of the two
-            raise _Wrong("None is in no list: write `x is None or x in (…)`")
+            raise _ExpressionError("None is in no list: write `x is None or x in (…)`")
         if not isinstance(operator, ast.Is | ast.IsNot) and (_is_none(left) or _is_none(right)):
-            raise _Wrong("nothing is equal to None: write `is None`, or `is not None`")
+            raise _ExpressionError("nothing is equal to None: write `is None`, or `is not None`")
 
 
 def _is_none(node: ast.expr) -> bool:
@@ -245,22 +245,22 @@ def _is_none(node: ast.expr) -> bool:
 
 def _check_call(node: ast.Call) -> None:
     if not isinstance(node.func, ast.Name) or node.keywords:
-        raise _Wrong("a function is called by its name, and its arguments have none")
+        raise _ExpressionError("a function is called by its name, and its arguments have none")
     if _is_col(node):
         _column_of(node)
         return
     if node.func.id not in FUNCTIONS:
-        raise _Wrong(f"there is no function `{node.func.id}`; there are col, {', '.join(FUNCTIONS)}")
+        raise _ExpressionError(f"there is no function `{node.func.id}`; there are col, {', '.join(FUNCTIONS)}")
     least, most, _ = FUNCTIONS[node.func.id]
     if not least <= len(node.args) <= most:
-        raise _Wrong(f"`{node.func.id}` takes {least if least == most else f'{least} to {most}'} arguments")
+        raise _ExpressionError(f"`{node.func.id}` takes {least if least == most else f'{least} to {most}'} arguments")
     if node.func.id in _GIVEN_TEXTS and any(map(_is_none, node.args[1:])):
-        raise _Wrong(f"what `{node.func.id}` is given must be a text, not None")
+        raise _ExpressionError(f"what `{node.func.id}` is given must be a text, not None")
     if node.func.id == "matches" and isinstance(regex := node.args[1], ast.Constant):
         try:
             pc.match_substring_regex(pa.array([""]), str(regex.value))
         except pa.ArrowException:
-            raise _Wrong("what `matches` is given is no regular expression") from None
+            raise _ExpressionError("what `matches` is given is no regular expression") from None
 
 
 def _is_col(node: ast.Call) -> bool:
@@ -270,7 +270,7 @@ def _is_col(node: ast.Call) -> bool:
 def _column_of(node: ast.Call) -> str:
     named = node.args[0] if len(node.args) == 1 else None
     if not isinstance(named, ast.Constant) or not isinstance(named.value, str):
-        raise _Wrong('a column is named as `col("its name")`')
+        raise _ExpressionError('a column is named as `col("its name")`')
     return named.value
 
 
@@ -284,11 +284,11 @@ def _literal(node: ast.Constant, text: str) -> Literal:
         except InvalidOperation:  # its exponent has too many digits
             number = Decimal("Infinity")
         if not number.is_finite() or abs(number.adjusted()) > EXPONENT_MAX:
-            raise _Wrong("a number has a larger exponent than those of any column")
+            raise _ExpressionError("a number has a larger exponent than those of any column")
         return Literal(number)
     if value is None or isinstance(value, bool | int | str):
         return Literal(value)
-    raise _Wrong("a literal is a text, a number, True, False or None")
+    raise _ExpressionError("a literal is a text, a number, True, False or None")
 
 
 def _evaluate(node: ast.expr, columns: Columns, text: str) -> Value:
@@ -314,7 +314,7 @@ def _evaluate(node: ast.expr, columns: Columns, text: str) -> Value:
             inner = _evaluate(node.operand, columns, text)
             if isinstance(inner, Literal):
                 if isinstance(inner.value, bool) or not isinstance(inner.value, int | Decimal):
-                    raise _Wrong("only a number has a sign")
+                    raise _ExpressionError("only a number has a sign")
                 return Literal(-inner.value)
             return pc.negate_checked(inner)
         case ast.BinOp():
@@ -327,7 +327,7 @@ def _evaluate(node: ast.expr, columns: Columns, text: str) -> Value:
             return _reckoned(functools.partial(pc.if_else, test), *pair)
         case ast.Compare():
             return _compare(node, columns, text)
-    raise _Wrong(f"it has a {type(node).__name__} where none can be")
+    raise _ExpressionError(f"it has a {type(node).__name__} where none can be")
 
 
 def _undecided(found: Value, both: bool) -> Value:
@@ -363,7 +363,7 @@ def _compare(node: ast.Compare, columns: Columns, text: str) -> Value:
                 found.append(pc.invert(within) if isinstance(operator, ast.NotIn) else within)
             case ast.Is() | ast.IsNot():
                 if _plain(_evaluate(right, columns, text)) is not None or isinstance(one, Literal):
-                    raise _Wrong("`is` asks for None; compare with `==`")
+                    raise _ExpressionError("`is` asks for None; compare with `==`")
                 found.append(pc.is_null(one) if isinstance(operator, ast.Is) else pc.is_valid(one))
             case _:
                 pair = _beside(one, _evaluate(right, columns, text))
@@ -374,7 +374,7 @@ def _compare(node: ast.Compare, columns: Columns, text: str) -> Value:
 
 def _is_in(one: Value, many: ast.expr, columns: Columns, text: str) -> Value:
     if not isinstance(many, ast.List | ast.Tuple) or not many.elts:
-        raise _Wrong("`in` is followed by a list, for example `in ('a', 'b')`")
+        raise _ExpressionError("`in` is followed by a list, for example `in ('a', 'b')`")
     choices = (_beside(one, _evaluate(item, columns, text)) for item in many.elts)
     return functools.reduce(pc.or_kleene, (_reckoned(pc.equal, left, right) for left, right in choices))
 
@@ -382,10 +382,10 @@ def _is_in(one: Value, many: ast.expr, columns: Columns, text: str) -> Value:
 def _truth(value: Value) -> Value:
     if isinstance(value, Literal):
         if not isinstance(value.value, bool):
-            raise _Wrong("a literal that is neither True nor False stands where a condition is wanted")
+            raise _ExpressionError("a literal that is neither True nor False stands where a condition is wanted")
         return pa.scalar(value.value)
     if not pa.types.is_boolean(value.type):
-        raise _Wrong(f"a {value.type} stands where a condition is wanted")
+        raise _ExpressionError(f"a {value.type} stands where a condition is wanted")
     return value
 
 
@@ -397,7 +397,7 @@ def _beside(left: Value, right: Value) -> tuple[Value, Value]:
     """Both as values that can be computed with each other."""
     if isinstance(left, Literal) and isinstance(right, Literal):
         if isinstance(left.value, str) != isinstance(right.value, str):
-            raise _Wrong("a text stands beside a number")
+            raise _ExpressionError("a text stands beside a number")
         return _typed_alone(left), _typed_alone(right)
     if isinstance(left, Literal):
         second, first = _with_literal(right, left)
@@ -413,7 +413,7 @@ def _alike(left: Value, right: Value) -> tuple[Value, Value]:
     if any(map(pa.types.is_decimal, kinds)) and any(map(pa.types.is_integer, kinds)):
         left, right = (_as_decimal(side) if pa.types.is_integer(side.type) else side for side in (left, right))
     elif pa.types.is_string(kinds[0]) != pa.types.is_string(kinds[1]):
-        raise _Wrong(f"a {kinds[0]} stands beside a {kinds[1]}")
+        raise _ExpressionError(f"a {kinds[0]} stands beside a {kinds[1]}")
     return left, right
 
 
@@ -458,9 +458,9 @@ def _with_literal(column: Value, literal: Literal) -> tuple[Value, Value]:
         return column, pa.scalar(value.encode(), kind)
     if pa.types.is_temporal(kind) and isinstance(value, str):
         return column, pa.scalar(value, pa.string()).cast(kind)
-    raise _Wrong(f"a {type(value).__name__} stands beside a column of {kind}")
+    raise _ExpressionError(f"a {type(value).__name__} stands beside a column of {kind}")
 
 
-def names_of(expressions: Iterable[Expression | None]) -> tuple[str, ...]:
+def columns_of(expressions: Iterable[Expression | None]) -> tuple[str, ...]:
     """The columns that some of them name."""
     return tuple(dict.fromkeys(name for one in expressions if one is not None for name in one.columns))

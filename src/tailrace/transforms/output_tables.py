@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 from tailrace.errors import RuleInvalid
 from tailrace.model.schema import TableId
-from tailrace.transforms.rules import APART_HINT, Outbox, Route, Rule
+from tailrace.transforms.rules import DISTINCT_TABLES_HINT, Outbox, Route, Rule
 from tailrace.transforms.table_globs import matches_any
 
 
-def target(template: str, table: TableId, **more: str) -> TableId:
+def target_table(template: str, table: TableId, **more: str) -> TableId:
     """The table that a template means."""
     schema, _, name = template.partition(".")
 
@@ -27,12 +27,12 @@ def target(template: str, table: TableId, **more: str) -> TableId:
     return TableId(filled(schema), filled(name))
 
 
-def made_of(rules: Iterable[Rule], table: TableId) -> tuple[TableId, ...]:
+def output_tables(rules: Iterable[Rule], table: TableId) -> tuple[TableId, ...]:
     """Where rows of a table go: most of them to the first, and those that a condition is true of to the others."""
     rest, sent = table, list[TableId]()
     for rule in rules:
         if isinstance(rule, Route) and matches_any(rule.tables, table):
-            to = target(rule.to, table)
+            to = target_table(rule.to, table)
             if rule.when is None:
                 rest = to
             else:
@@ -40,14 +40,14 @@ def made_of(rules: Iterable[Rule], table: TableId) -> tuple[TableId, ...]:
     return (rest, *sent)
 
 
-def still_make(rules: Iterable[Rule], source: TableId, made: TableId) -> bool:
+def can_still_produce(rules: Iterable[Rule], source: TableId, made: TableId) -> bool:
     """Whether rows of a source's table may go to a table."""
     rules = tuple(rules)
     boxes = (rule for rule in rules if isinstance(rule, Outbox) and matches_any(rule.tables, source))
-    return made in made_of(rules, source) or any(_means(rule.to, made) for rule in boxes)
+    return made in output_tables(rules, source) or any(_means(rule.to, made) for rule in boxes)
 
 
-def may_make(rules: Iterable[Rule], table: TableId) -> bool:
+def may_produce(rules: Iterable[Rule], table: TableId) -> bool:
     """Whether a rule may make a table of this name of another."""
     return any(_means(rule.to, table) for rule in rules if isinstance(rule, Route | Outbox))
 
@@ -61,7 +61,7 @@ def _means(template: str, table: TableId) -> bool:
     return found is not None and re.fullmatch(pattern(name), table.name, re.DOTALL) is not None
 
 
-class Names:
+class OutputTables:
     """What was made of which table, each of one."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
@@ -70,7 +70,7 @@ class Names:
         self._known: dict[TableId, tuple[TableId, ...]] = {}
         self._source: dict[TableId, TableId] = {}
 
-    def of(self, table: TableId) -> tuple[TableId, ...]:
+    def tables_for(self, table: TableId) -> tuple[TableId, ...]:
         """Where rows of a source's table go."""
         if table not in self._known:
             made = self._made_of(table)
@@ -82,7 +82,7 @@ class Names:
                         to=one,
                         hint="Make one rule of them, with `or` between the conditions.",
                     )
-                if may_make(self._boxes, one):
+                if may_produce(self._boxes, one):
                     raise RuleInvalid(
                         "a table has a name that messages may go to",
                         table=one,
@@ -94,7 +94,7 @@ class Names:
 
     def _made_of(self, table: TableId) -> tuple[TableId, ...]:
         """An outbox leaves only rows without a type where they were, to be set aside."""
-        made, box = made_of(self._rules, table), self.outbox_of(table)
+        made, box = output_tables(self._rules, table), self.outbox_rule(table)
         if box is None:
             return made
         if made != (table,):
@@ -106,20 +106,22 @@ class Names:
             )
         return made if box.on_error == "dead-letter" else ()
 
-    def outbox_of(self, table: TableId) -> Outbox | None:
+    def outbox_rule(self, table: TableId) -> Outbox | None:
         """The rule that makes messages of the table's rows."""
         return next((rule for rule in self._boxes if matches_any(rule.tables, table)), None)
 
     def claim(self, made: TableId, source: TableId) -> None:
         """A table is made of this one, and must not be of another."""
         if (other := self._source.setdefault(made, source)) != source:
-            raise RuleInvalid("two tables would become one", tables=f"{other} and {source}", to=made, hint=APART_HINT)
+            raise RuleInvalid(
+                "two tables would become one", tables=f"{other} and {source}", to=made, hint=DISTINCT_TABLES_HINT
+            )
 
-    def source_of(self, made: TableId) -> TableId | None:
+    def source_table(self, made: TableId) -> TableId | None:
         """The source's table, if it was asked about."""
         return self._source.get(made)
 
     @property
-    def has_messages(self) -> bool:
+    def has_outboxes(self) -> bool:
         """Whether there are tables that only rows tell of."""
         return bool(self._boxes)

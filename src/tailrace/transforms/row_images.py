@@ -20,14 +20,14 @@ from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
-from tailrace.transforms.transform_errors import ABSENT, UNFIT, Fault, Faults
+from tailrace.transforms.transform_errors import UNFIT_REASON, UNSENT_REASON, RowFault, RowFaults
 
 Mask = npt.NDArray[np.bool_]
 AFTER = ""
 _CODES = np.full(256, -1, np.int8)
 _CODES[[ord(operation.value[0]) for operation in Operation]] = [operation.code for operation in Operation]
 """By the first letter, of which no two have the same."""
-_ABOUT = frozenset(field.name for field in change.ALWAYS)
+_ABOUT = frozenset(field.name for field in change.REQUIRED)
 SLICED_PART = 4
 """Where a column holds one value throughout, and no less than one of so many rows stay, nothing of it is copied."""
 
@@ -42,31 +42,31 @@ class Image:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class RuleFailure:
     """Rows that a rule could not be applied to, and why in words that tell nothing of them."""
 
     rule: str
     column: str
-    why: str
+    reason: str
     rows: Mask
     error: Exception | None = None
     """Of a function of the user's: what it raised."""
 
 
 @dataclass
-class Rows:
+class RowImages:
     """Changes of one table. Rules work on it in place."""
 
     count: int
-    about: dict[str, pa.Array]
+    metadata: dict[str, pa.Array]
     """What every change has: `_op`, `_seq` and so on."""
     images: list[Image]
     """The row as it is comes first."""
-    absent: dict[str, Mask] = field(default_factory=dict)
+    unsent: dict[str, Mask] = field(default_factory=dict)
     """By column, the rows whose value was not sent."""
     unfit: dict[tuple[str, str], dict[int, str]] = field(default_factory=dict)
     """By image and column, the rows whose value did not fit, and its text. Rare."""
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[RuleFailure] = field(default_factory=list)
     _source: npt.NDArray[np.int64] | None = None
     """Which row of the batch each was, where some are gone: that none is, is known without numbering them."""
     _codes: tuple[pa.Array, npt.NDArray[np.int8]] | None = None
@@ -77,7 +77,7 @@ class Rows:
         return self.images[0]
 
     @property
-    def source(self) -> npt.NDArray[np.int64]:
+    def source_rows(self) -> npt.NDArray[np.int64]:
         """Which row of the batch each was."""
         return np.arange(self.count) if self._source is None else self._source
 
@@ -86,32 +86,32 @@ class Rows:
 
     def is_op(self, operation: Operation) -> Mask:
         """The rows of this operation."""
-        given = self.about[change.OP]
+        given = self.metadata[change.OP]
         if self._codes is None or self._codes[0] is not given:
             self._codes = (given, _codes_of(given))
         found: Mask = self._codes[1] == operation.code
         return found
 
-    def unknown(self, image: Image, columns: tuple[str, ...]) -> Faults:
+    def unknown_rows(self, image: Image, columns: tuple[str, ...]) -> RowFaults:
         """The rows of which some of these columns were not sent, or did not fit."""
-        absent = [self.absent[column] for column in columns if image.which == AFTER and column in self.absent]
+        absent = [self.unsent[column] for column in columns if image.which == AFTER and column in self.unsent]
         odd = []
         for column in columns:
             if texts := self.unfit.get((image.which, column)):
                 mask = np.zeros(self.count, np.bool_)
                 mask[list(texts)] = True
                 odd.append(mask)
-        found = ((ABSENT, absent), (UNFIT, odd))
-        return tuple(Fault(why=why, rows=np.logical_or.reduce(masks)) for why, masks in found if masks)
+        found = ((UNSENT_REASON, absent), (UNFIT_REASON, odd))
+        return tuple(RowFault(reason=why, rows=np.logical_or.reduce(masks)) for why, masks in found if masks)
 
-    def fail(self, rule: str, column: str, *faults: Fault) -> None:
+    def fail(self, rule: str, column: str, *faults: RowFault) -> None:
         for fault in faults:
             if fault.rows.any():
-                failure = Failure(rule=rule, column=column, why=fault.why, rows=fault.rows, error=fault.error)
+                failure = RuleFailure(rule=rule, column=column, reason=fault.reason, rows=fault.rows, error=fault.error)
                 self.failures.append(failure)
 
     @property
-    def failed(self) -> Mask:
+    def failed_rows(self) -> Mask:
         """The rows that some rule has failed at."""
         found = np.zeros(self.count, np.bool_)
         for one in self.failures:
@@ -121,17 +121,17 @@ class Rows:
     def rename(self, names: dict[str, str]) -> None:
         for image in self.images:
             image.columns = {names.get(name, name): values for name, values in image.columns.items()}
-        self.absent = {names.get(name, name): rows for name, rows in self.absent.items()}
+        self.unsent = {names.get(name, name): rows for name, rows in self.unsent.items()}
         self.unfit = {(which, names.get(name, name)): texts for (which, name), texts in self.unfit.items()}
 
     def drop(self, column: str) -> None:
         for image in self.images:
             image.columns.pop(column, None)
-        self.forget(column)
+        self.clear_marks(column)
 
-    def forget(self, column: str) -> None:
+    def clear_marks(self, column: str) -> None:
         """What a column was is not known by another way any more: it has a value now, in every image."""
-        self.absent.pop(column, None)
+        self.unsent.pop(column, None)
         for image in self.images:
             self.unfit.pop((image.which, column), None)
 
@@ -141,18 +141,18 @@ class Rows:
             return
         kept_at = np.flatnonzero(keep)
         chosen = pa.array(kept_at)  # Arrow takes texts by their places twice as fast as by a mask
-        known = self._codes if self._codes is not None and self._codes[0] is self.about[change.OP] else None
+        known = self._codes if self._codes is not None and self._codes[0] is self.metadata[change.OP] else None
         # Of a few rows that are left, a slice would hold the memory of all.
         most = kept_at.size * SLICED_PART >= self.count
-        self.about = {
-            name: values.slice(0, kept_at.size) if most and is_one(values) else values.take(chosen)
-            for name, values in self.about.items()
+        self.metadata = {
+            name: values.slice(0, kept_at.size) if most and is_constant(values) else values.take(chosen)
+            for name, values in self.metadata.items()
         }
-        self._codes = None if known is None else (self.about[change.OP], known[1][kept_at])
+        self._codes = None if known is None else (self.metadata[change.OP], known[1][kept_at])
         for image in self.images:
             image.columns = {name: values.take(chosen) for name, values in image.columns.items()}
             image.valid = None if image.valid is None else image.valid[keep]
-        self.absent = {name: rows[keep] for name, rows in self.absent.items() if rows[keep].any()}
+        self.unsent = {name: rows[keep] for name, rows in self.unsent.items() if rows[keep].any()}
         places = np.cumsum(keep) - 1 if self.unfit else keep
         self.unfit = {
             where: kept
@@ -163,14 +163,16 @@ class Rows:
         self._source = kept_at if self._source is None else self._source[kept_at]
         self.count = kept_at.size
 
-    def copy(self) -> Rows:
+    def copy(self) -> RowImages:
         """The same rows, to be worked on apart."""
         images = [Image(image.which, dict(image.columns), image.valid) for image in self.images]
         unfit = {where: dict(texts) for where, texts in self.unfit.items()}
-        return Rows(self.count, dict(self.about), images, dict(self.absent), unfit, list(self.failures), self._source)
+        return RowImages(
+            self.count, dict(self.metadata), images, dict(self.unsent), unfit, list(self.failures), self._source
+        )
 
 
-def is_one(values: pa.Array) -> bool:
+def is_constant(values: pa.Array) -> bool:
     """Whether all values are the same, as what is told about the rows of one transaction mostly is. Texts, and types
     whose values are all of one size; of a value that is missing nothing is said."""
     last = len(values) - 1
@@ -195,14 +197,14 @@ def _codes_of(operations: pa.Array) -> npt.NDArray[np.int8]:
     """The operations by number, told by their first letters: to compare whole texts is most of what a filter costs."""
     if not len(operations):
         return np.zeros(0, np.int8)
-    if is_one(operations):
+    if is_constant(operations):
         return np.full(len(operations), Operation(operations[0].as_py()).code, np.int8)
     _, offsets, letters = operations.buffers()
     starts = np.frombuffer(offsets, np.int32)[operations.offset : operations.offset + len(operations)]
     return _CODES[np.frombuffer(letters, np.uint8)[starts]]
 
 
-def opened(batch: ChangeBatch) -> Rows:
+def open_batch(batch: ChangeBatch) -> RowImages:
     """A batch, taken apart."""
     data, schema = batch.data, batch.schema
     names = set(data.schema.names)
@@ -211,20 +213,20 @@ def opened(batch: ChangeBatch) -> Rows:
     images = [Image(AFTER, columns)]
     old = [which for which in (change.BEFORE, change.MOVED_FROM) if which in names]
     images += [_old(which, data.column(which), schema) for which in old]
-    rows = Rows(count, {name: data.column(name) for name in data.schema.names if name in _ABOUT}, images)
+    rows = RowImages(count, {name: data.column(name) for name in data.schema.names if name in _ABOUT}, images)
     if change.UNCHANGED in names:
-        rows.absent = _absent(data.column(change.UNCHANGED), count)
+        rows.unsent = _absent(data.column(change.UNCHANGED), count)
     if change.UNFIT in names:
         rows.unfit = _unfit(data.column(change.UNFIT))
     return rows
 
 
-def opened_snapshot(schema: TableSchema, data: pa.RecordBatch, unfit: pa.Array | None = None) -> Rows:
+def open_snapshot_rows(schema: TableSchema, data: pa.RecordBatch, unfit: pa.Array | None = None) -> RowImages:
     """Rows that a snapshot has read, as if each was a change; `unfit` is what of them does not fit."""
     count = data.num_rows
     about = {change.OP: pa.array([Operation.READ.value]).take(pa.array(np.zeros(count, np.int64)))}
     columns = {name: data.column(at) for at, name in enumerate(schema.names)}
-    rows = Rows(count, about, [Image(AFTER, columns)])
+    rows = RowImages(count, about, [Image(AFTER, columns)])
     if unfit is not None:
         rows.unfit = _unfit(unfit)
     return rows
@@ -264,10 +266,10 @@ def _whose(column: str) -> tuple[str, str]:
     return AFTER, column
 
 
-def closed(rows: Rows, schema: TableSchema) -> ChangeBatch:
+def to_batch(rows: RowImages, schema: TableSchema) -> ChangeBatch:
     """The rows as a batch of the shape that the rules made."""
     fields = schema.change_schema()
-    columns: dict[str, Any] = dict(rows.about)
+    columns: dict[str, Any] = dict(rows.metadata)
     for name in schema.names:
         columns[change.stored_name(name)] = rows.after.columns[name]
     moves = 0
@@ -299,11 +301,11 @@ def _struct(image: Image, kind: pa.DataType, valid: Mask, schema: TableSchema) -
     return pa.StructArray.from_arrays(children, fields=fields, mask=pa.array(~valid))
 
 
-def _unchanged(rows: Rows, schema: TableSchema) -> pa.Array | None:
-    names = [name for name in schema.names if name in rows.absent and rows.absent[name].any()]
+def _unchanged(rows: RowImages, schema: TableSchema) -> pa.Array | None:
+    names = [name for name in schema.names if name in rows.unsent and rows.unsent[name].any()]
     if not names:
         return None
-    table = np.stack([rows.absent[name] for name in names], axis=1)
+    table = np.stack([rows.unsent[name] for name in names], axis=1)
     counts = table.sum(axis=1)
     offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
     which = np.nonzero(table)[1]
@@ -311,7 +313,7 @@ def _unchanged(rows: Rows, schema: TableSchema) -> pa.Array | None:
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), listed, mask=pa.array(counts == 0))
 
 
-def _cells(rows: Rows, schema: TableSchema) -> Iterator[tuple[int, list[dict[str, str]]]]:
+def _cells(rows: RowImages, schema: TableSchema) -> Iterator[tuple[int, list[dict[str, str]]]]:
     known = set(schema.names)
     found: dict[int, list[dict[str, str]]] = {}
     for (which, column), texts in rows.unfit.items():

@@ -11,7 +11,7 @@ from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 
 
-def numbered_anew(batches: tuple[ChangeBatch, ...]) -> tuple[ChangeBatch, ...]:
+def renumber(batches: tuple[ChangeBatch, ...]) -> tuple[ChangeBatch, ...]:
     """The batches with `_seq` counting from zero without a gap, in the order it had."""
     if not batches:
         return ()

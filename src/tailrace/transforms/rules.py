@@ -20,13 +20,13 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tailrace.errors import ConfigError
-from tailrace.transforms.declaration import Declared, refusal
+from tailrace.transforms.declaration import Declaration, declaration_error
 
 RULES_MAX = 200
 MASK_MAX = 64
 """Characters that a mask may leave at either end."""
 
-APART_HINT = (
+DISTINCT_TABLES_HINT = (
     'Send each to a table of its own, as `to: "lake.{schema}_{table}"` does, and read them together in a view; '
     "partitions come as one table if `source.tables` names the table that they are of."
 )
@@ -37,7 +37,7 @@ OnError = Literal["halt", "dead-letter"]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
 
 
-class KeySource(Declared):
+class KeySource(Declaration):
     """Where a key lies: 32 bytes as hex or base64, in a variable of the environment or in a file."""
 
     env: Annotated[str, Field(min_length=1)] | None = None
@@ -46,11 +46,11 @@ class KeySource(Declared):
     @model_validator(mode="after")
     def _is_one_place(self) -> KeySource:
         if (self.env is None) == (self.file is None):
-            raise refusal("needs either `env` or `file`", "For example: `{env: TAILRACE_KEY}`.")
+            raise declaration_error("needs either `env` or `file`", "For example: `{env: TAILRACE_KEY}`.")
         return self
 
 
-class Rule(Declared):
+class Rule(Declaration):
     """What all rules have."""
 
     do: str
@@ -73,7 +73,7 @@ class Rule(Declared):
     def _names_a_schema(cls, tables: tuple[str, ...]) -> tuple[str, ...]:
         for glob in tables:
             if not re.fullmatch(r".+\..+", glob):
-                raise refusal(f"holds `{glob}`, which names no schema", f'Write `"public.{glob}"`.')
+                raise declaration_error(f"holds `{glob}`, which names no schema", f'Write `"public.{glob}"`.')
         return tables
 
     @property
@@ -107,7 +107,7 @@ class Null(Rule):
     columns: Names
 
 
-class Truncate(Rule):
+class TruncateValues(Rule):
     """Texts are cut after so many characters, and binaries after so many bytes."""
 
     do: Literal["truncate"] = "truncate"
@@ -200,10 +200,10 @@ class Set(Rule):
     @classmethod
     def _is_one_value(cls, value: Any) -> Any:
         if not (value is None or isinstance(value, str | int | float | Decimal)):
-            raise refusal("must be a text, a number, true, false or null", "For example: `value: 10.50`.")
+            raise declaration_error("must be a text, a number, true, false or null", "For example: `value: 10.50`.")
         if isinstance(value, float | Decimal) and not math.isfinite(value):
             hint = 'Write it as a text, with the type: `value: "NaN"`, `type: float64`.'
-            raise refusal("must be a finite number", hint)
+            raise declaration_error("must be a finite number", hint)
         return value
 
 
@@ -274,7 +274,7 @@ class Function(Rule):
     @classmethod
     def _is_a_place(cls, function: Any) -> Any:
         if not (re.fullmatch(r"[\w.]+:\w+", function) if isinstance(function, str) else callable(function)):
-            raise refusal("must be `package.module:name`", "For example: `function: shop.clean:addresses`.")
+            raise declaration_error("must be `package.module:name`", "For example: `function: shop.clean:addresses`.")
         return function
 
     @property
@@ -284,15 +284,15 @@ class Function(Rule):
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:8]
 
 
-KINDS: dict[str, type[Rule]] = {
+RULE_TYPES: dict[str, type[Rule]] = {
     str(kind.model_fields["do"].default): kind
     for kind in (
-        Mask, Redact, Null, Truncate, Sha256, Hmac, Encrypt, Decrypt, Filter, Include, Exclude, Rename, Copy, Set, Cast,
-        Compute, Route, Outbox, Unwrap, Function,
+        Mask, Redact, Null, TruncateValues, Sha256, Hmac, Encrypt, Decrypt, Filter, Include, Exclude, Rename, Copy, Set,
+        Cast, Compute, Route, Outbox, Unwrap, Function,
     )
 }  # fmt: skip
 _READ = ("when", "where", "expression", "to", "type")
-TYPED = ("cast", "decrypt", "set", "compute")
+TYPED_RULES = ("cast", "decrypt", "set", "compute")
 """Rules that name a type, in `to` or `type`."""
 _NULL_HINT = "Use `null` with `when`, which leaves the column and takes the values; or `tables`, to choose tables."
 UNCONDITIONAL = {
@@ -302,13 +302,13 @@ UNCONDITIONAL = {
 """Rules about which columns a table has, and what to use instead for some rows: a column is there for all or none."""
 
 AnyRule = Annotated[
-    Mask | Redact | Null | Truncate | Sha256 | Hmac | Encrypt | Decrypt | Filter | Include | Exclude | Rename | Copy
-    | Set | Cast | Compute | Route | Outbox | Unwrap | Function,
+    Mask | Redact | Null | TruncateValues | Sha256 | Hmac | Encrypt | Decrypt | Filter | Include | Exclude | Rename
+    | Copy | Set | Cast | Compute | Route | Outbox | Unwrap | Function,
     Field(discriminator="do"),
 ]  # fmt: skip
 
 
-class Transforms(Declared):
+class Transforms(Declaration):
     """All rules, in order, and the keys that they name."""
 
     keys: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")], KeySource] = Field(default_factory=dict)
@@ -322,7 +322,7 @@ class Transforms(Declared):
     def _null_is_a_rule(cls, rules: Any) -> Any:
         """To YAML `do: null` says nothing; here it is the rule of that name."""
         if isinstance(rules, Rule):
-            raise refusal("must be a list", "Put the rule into one: `rules=[…]`.")
+            raise declaration_error("must be a list", "Put the rule into one: `rules=[…]`.")
 
         def read(rule: Any) -> Any:
             unsaid = isinstance(rule, dict) and rule.get("do", "") is None
@@ -340,18 +340,18 @@ class Transforms(Declared):
         seen: set[str] = set()
         for rule in named:
             if rule.name in seen:
-                raise refusal(f"two rules are called `{rule.name}`", "Give each its own name.")
+                raise declaration_error(f"two rules are called `{rule.name}`", "Give each its own name.")
             seen.add(rule.name)
             for said in _troubles(rule, self.keys):
                 raise said
         return self
 
 
-RulesGiven: TypeAlias = Transforms | Sequence[Rule] | Mapping[str, Any]
+RulesInput: TypeAlias = Transforms | Sequence[Rule] | Mapping[str, Any]
 """Rules as a program may give them: a list is the rules in order, a mapping what a settings file has."""
 
 
-def rules_of(given: RulesGiven) -> Transforms:
+def parse_rules(given: RulesInput) -> Transforms:
     """The rules that were given."""
     match given:
         case Transforms():
@@ -369,46 +369,48 @@ def rules_of(given: RulesGiven) -> Transforms:
 
 def _troubles(rule: Rule, keys: dict[str, KeySource]) -> Iterator[PydanticCustomError]:
     if rule.when is not None and rule.do in UNCONDITIONAL:
-        yield refusal(
+        yield declaration_error(
             f"rule `{rule.name}`: `when` cannot go with `{rule.do}`: a table has a column in all rows or in none",
             UNCONDITIONAL[rule.do],
         )
     if rule.when is not None and isinstance(rule, Decrypt) and rule.to != "binary":
-        yield refusal(
+        yield declaration_error(
             f"rule `{rule.name}`: with `when`, what `decrypt` leaves alone is binary and cannot stay in a column of "
             f"{rule.to}",
             "Decrypt all rows, or `to: binary`.",
         )
     if isinstance(rule, Hmac | Encrypt) and rule.key not in keys:
-        yield refusal(
+        yield declaration_error(
             f"rule `{rule.name}` names the key `{rule.key}`, and there is none of that name",
             "Name it under `transforms.keys`, for example: `keys: {main: {env: TAILRACE_KEY}}`.",
         )
     given = {name: said for name in _READ if (said := getattr(rule, name, None)) is not None}
     written = {name: said for name, said in given.items() if name not in ("to", "type")}
-    types = {name: said for name, said in given.items() if name in ("to", "type") and rule.do in TYPED}
+    types = {name: said for name, said in given.items() if name in ("to", "type") and rule.do in TYPED_RULES}
     if written or types:
         yield from _misread(rule, written, types)
     if isinstance(rule, Decrypt) and not keys:
-        yield refusal(f"rule `{rule.name}` has no key to decrypt with", "Name one under `transforms.keys`.")
+        yield declaration_error(f"rule `{rule.name}` has no key to decrypt with", "Name one under `transforms.keys`.")
 
 
 def _misread(rule: Rule, written: dict[str, str], types: dict[str, str]) -> Iterator[PydanticCustomError]:
     """Expressions and types that are none. Arrow is needed to say so, and only where there are some."""
     from tailrace.transforms.expression import Expression
-    from tailrace.transforms.steps.column_values import type_named
+    from tailrace.transforms.steps.column_values import parse_type
 
-    for read, said in ((Expression, written), (type_named, types)):
+    for read, said in ((Expression, written), (parse_type, types)):
         for name, text in said.items():
             try:
                 read(text)
             except ConfigError as error:
-                yield refusal(f"rule `{rule.name}`, `{name}`: {error.message}", error.hint)
+                yield declaration_error(f"rule `{rule.name}`, `{name}`: {error.message}", error.hint)
 
 
 def _check_target(to: str, known: tuple[str, ...]) -> str:
     plain = re.sub(r"\{(" + "|".join(known) + r")\}", "x", to)
     if "{" in plain or "}" in plain or not re.fullmatch(r"[^.]+\..+", plain):
         places = ", ".join(f"{{{name}}}" for name in known)
-        raise refusal(f"must be `schema.table`, with {places} where wanted", 'For example: `to: "{schema}.{table}"`.')
+        raise declaration_error(
+            f"must be `schema.table`, with {places} where wanted", 'For example: `to: "{schema}.{table}"`.'
+        )
     return to

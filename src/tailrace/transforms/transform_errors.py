@@ -18,33 +18,33 @@ import pyarrow as pa
 Mask = npt.NDArray[np.bool_]
 T = TypeVar("T")
 
-ABSENT = "a value that it needs was not sent"
-UNFIT = "a value that it needs does not fit its column's type"
-EXPECTED = (pa.ArrowException, OverflowError, ValueError)
+UNSENT_REASON = "a value that it needs was not sent"
+UNFIT_REASON = "a value that it needs does not fit its column's type"
+ARROW_ERRORS = (pa.ArrowException, OverflowError, ValueError)
 """What Arrow raises for a value that it cannot work on."""
 
 
-class Failed(ValueError):
+class RuleValueError(ValueError):
     """Work that has failed, in words that hold no value; and the exception of whoever's own work it was."""
 
     def __init__(self, why: str, error: Exception | None = None) -> None:
         super().__init__(why)
-        self.why, self.error = why, error
+        self.reason, self.error = why, error
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class RowFault:
     """Rows that something failed at, and why."""
 
-    why: str
+    reason: str
     rows: Mask
     error: Exception | None = None
 
 
-Faults = tuple[Fault, ...]
+RowFaults = tuple[RowFault, ...]
 
 
-def all_of(faults: Faults, rows: int) -> Mask:
+def faulty_rows(faults: RowFaults, rows: int) -> Mask:
     """The rows that any of them is of."""
     found = np.zeros(rows, np.bool_)
     for one in faults:
@@ -52,41 +52,41 @@ def all_of(faults: Faults, rows: int) -> Mask:
     return found
 
 
-def only(faults: Faults, rows: Mask) -> Faults:
+def restrict_faults(faults: RowFaults, rows: Mask) -> RowFaults:
     """What they say of these rows."""
     return tuple(replace(one, rows=one.rows & rows) for one in faults)
 
 
-def by_halves(
+def find_faults_by_halves(
     work: Callable[[int, int], T], begin: int, size: int, none: Callable[[int], T], said: Callable[[Exception], str]
-) -> tuple[list[T], Faults]:
+) -> tuple[list[T], RowFaults]:
     """Work on the rows from `begin` on that may fail for some of them: those are found by halves, and `none` stands
     for what it would have made. Failing is rare."""
     try:
         return [work(begin, size)], ()
-    except EXPECTED as error:
+    except ARROW_ERRORS as error:
         if size <= 1:
-            why, own = (error.why, error.error) if isinstance(error, Failed) else (said(error), None)
-            return [none(size)], (Fault(why=why, rows=np.ones(size, np.bool_), error=own),)
+            why, own = (error.reason, error.error) if isinstance(error, RuleValueError) else (said(error), None)
+            return [none(size)], (RowFault(reason=why, rows=np.ones(size, np.bool_), error=own),)
     half = size // 2
-    left, first = by_halves(work, begin, half, none, said)
-    right, second = by_halves(work, begin + half, size - half, none, said)
+    left, first = find_faults_by_halves(work, begin, half, none, said)
+    right, second = find_faults_by_halves(work, begin + half, size - half, none, said)
     before, behind = np.zeros(half, np.bool_), np.zeros(size - half, np.bool_)
     placed = [replace(one, rows=np.concatenate([one.rows, behind])) for one in first]
     placed += [replace(one, rows=np.concatenate([before, one.rows])) for one in second]
     return [*left, *right], _together(placed)
 
 
-def _together(faults: Sequence[Fault]) -> Faults:
+def _together(faults: Sequence[RowFault]) -> RowFaults:
     """One for each reason; a row has one."""
-    found: dict[str, Fault] = {}
+    found: dict[str, RowFault] = {}
     for one in faults:
-        known = found.get(one.why)
-        found[one.why] = one if known is None else replace(known, rows=known.rows | one.rows)
+        known = found.get(one.reason)
+        found[one.reason] = one if known is None else replace(known, rows=known.rows | one.rows)
     return tuple(found.values())
 
 
-def trouble(error: Exception) -> str:
+def expression_error_text(error: Exception) -> str:
     """Why an expression cannot be computed of a row."""
     match str(error).lower():
         case "divide by zero":

@@ -23,18 +23,18 @@ from tailrace.model.change import Operation
 from tailrace.model.position_kinds import P
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system_streams import is_system
-from tailrace.transforms.output_schema import Shape, routed
-from tailrace.transforms.output_tables import Names
-from tailrace.transforms.row_images import AFTER, Failure, Rows, closed, opened, opened_snapshot
-from tailrace.transforms.row_numbers import numbered_anew
-from tailrace.transforms.rules import Outbox, Rule, RulesGiven, Transforms, rules_of
+from tailrace.transforms.output_schema import OutputSchema, routed_schema
+from tailrace.transforms.output_tables import OutputTables
+from tailrace.transforms.row_images import AFTER, RowImages, RuleFailure, open_batch, open_snapshot_rows, to_batch
+from tailrace.transforms.row_numbers import renumber
+from tailrace.transforms.rules import Outbox, Rule, RulesInput, Transforms, parse_rules
 from tailrace.transforms.secrets import Keyring
 from tailrace.transforms.steps import derived_columns, routes
 from tailrace.transforms.steps import rule_steps as steps
-from tailrace.transforms.steps.rule_steps import Lot, Step, condition
+from tailrace.transforms.steps.rule_steps import RoutedRows, RuleStep, when_expression
 from tailrace.transforms.table_globs import matches_any
 
-SHAPES_KEPT_MAX = 10_000
+SCHEMAS_KEPT_MAX = 10_000
 HALT_HINT = (
     "Mend the row at the source or the rule, and start again: nothing was let through. With `on_error: dead-letter` "
     "only such rows are set aside."
@@ -43,11 +43,11 @@ LOAD_HINT = (
     "Mend the row at the source or the rule: nothing was let through. With `tables.on_bad_row: dead-letter` a load "
     "sets such rows aside, of mirrors with a key."
 )
-_MAKERS = {**steps.MAKERS, **derived_columns.MAKERS, **routes.MAKERS}
+_MAKERS = {**steps.STEP_FACTORIES, **derived_columns.STEP_FACTORIES, **routes.STEP_FACTORIES}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Letter:
+class DeadLetter:
     """Rows that a rule could not be applied to, as they came: apply them again once the cause is mended."""
 
     rule: str
@@ -64,24 +64,24 @@ class Letter:
         return data.column(change.POSITION).to_pylist() if known else [None] * data.num_rows
 
 
-OnLetter = Callable[[Letter], None]
+OnDeadLetter = Callable[[DeadLetter], None]
 """Takes rows that were set aside. When it returns, they are as safe as they need to be: the rows beside them go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Applied:
+class TransformResult:
     """What came out of a batch."""
 
     batches: tuple[ChangeBatch, ...]
-    letters: tuple[Letter, ...] = ()
+    dead_letters: tuple[DeadLetter, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unmatched:
+class UnmatchedRule:
     """A rule that has had nothing to do."""
 
     rule: str
-    why: str
+    reason: str
     no_table: bool = False
 
 
@@ -91,24 +91,24 @@ class TablePlan:
 
     source: TableSchema
     target: TableSchema
-    steps: tuple[Step, ...]
-    claim: Callable[[TableId], None] = lambda _: None
+    steps: tuple[RuleStep, ...]
+    claim_table: Callable[[TableId], None] = lambda _: None
     """Hears of tables that only rows tell of, and may refuse."""
     _routed: dict[TableId, TableSchema] = field(default_factory=dict)
 
-    def run(self, rows: Rows) -> list[tuple[TableSchema, Rows]]:
-        lots: list[Lot] = [(None, rows)]
+    def run(self, rows: RowImages) -> list[tuple[TableSchema, RowImages]]:
+        lots: list[RoutedRows] = [(None, rows)]
         for step in self.steps:
-            lots = [made for lot in lots for made in step.share_out(lot)]
-        return [(self.shape_of(table), some) for table, some in lots if some.count]
+            lots = [made for lot in lots for made in step.route(lot)]
+        return [(self.schema_for(table), some) for table, some in lots if some.count]
 
-    def shape_of(self, table: TableId | None) -> TableSchema:
+    def schema_for(self, table: TableId | None) -> TableSchema:
         """The shape of rows that were sent to a table; None: to none but where all go."""
         if table is None or table == self.target.table:
             return self.target
         if table not in self._routed:
-            self.claim(table)
-            self._routed[table] = routed(self.target, table)
+            self.claim_table(table)
+            self._routed[table] = routed_schema(self.target, table)
         return self._routed[table]
 
 
@@ -117,13 +117,13 @@ class TransformPlan:
 
     def __init__(
         self,
-        transforms: RulesGiven,
+        transforms: RulesInput,
         *,
         environment: Mapping[str, str] | None = None,
         keyring: Keyring | None = None,
-        names: Names | None = None,
+        names: OutputTables | None = None,
     ) -> None:
-        self.transforms = transforms = rules_of(transforms)
+        self.transforms = transforms = parse_rules(transforms)
         self._names = names
         self._keys = keyring or Keyring(transforms.keys, environment)
         self._plans: dict[int, TablePlan] = {}
@@ -134,7 +134,7 @@ class TransformPlan:
     def __reduce__(self) -> tuple[Any, ...]:
         return _plan_of, (self.transforms, self._names is not None)
 
-    def table(self, schema: TableSchema) -> TablePlan:
+    def table_plan(self, schema: TableSchema) -> TablePlan:
         """The steps for a shape. A stream gives the same object again and again, and gets the same one."""
         known = self._plans.get(id(schema))
         if known is not None:
@@ -145,27 +145,27 @@ class TransformPlan:
                 found=type(schema).__name__,
                 hint="Give a `TableSchema`; of a batch it is `batch.schema`.",
             )
-        shape = Shape.of(schema)
+        shape = OutputSchema.from_table(schema)
         nothing = is_system(schema) or not schema.columns
         if self._names is not None and not is_system(schema):
-            self._names.of(schema.table)
+            self._names.tables_for(schema.table)
         matching = (rule for rule in self.transforms.rules if matches_any(rule.tables, schema.table))
         concerned = () if nothing else tuple(matching)
         made = [step for rule in concerned if (step := self._step(rule, shape)) is not None]
-        if len(self._plans) >= SHAPES_KEPT_MAX:
+        if len(self._plans) >= SCHEMAS_KEPT_MAX:
             self._plans.clear()
-        plan = self._plans[id(schema)] = TablePlan(source=schema, target=shape.schema(), steps=tuple(made))
+        plan = self._plans[id(schema)] = TablePlan(source=schema, target=shape.to_table_schema(), steps=tuple(made))
         if (names := self._names) is not None:
-            plan.claim = lambda table: names.claim(table, schema.table)
+            plan.claim_table = lambda table: names.claim(table, schema.table)
         return plan
 
-    def _step(self, rule: Rule, shape: Shape) -> Step | None:
+    def _step(self, rule: Rule, shape: OutputSchema) -> RuleStep | None:
         try:
-            when = condition(rule)
+            when = when_expression(rule)
             if when is not None and not set(when.columns) <= set(shape.columns) and not rule.exact_tables:
                 return None
-            if when is not None and not pa.types.is_boolean(when.type(shape.types)):
-                raise shape.refuse(rule, "`when` is no condition", "Write one, for example `country == 'DE'`.")
+            if when is not None and not pa.types.is_boolean(when.result_type(shape.types)):
+                raise shape.rule_error(rule, "`when` is no condition", "Write one, for example `country == 'DE'`.")
             if self._names is not None and isinstance(rule, Outbox):
                 _refuse_other_types(rule, shape)
             step = _MAKERS[rule.do](rule, shape, self._keys)
@@ -176,7 +176,7 @@ class TransformPlan:
             raise RuleInvalid(error.message, hint=error.hint, **fields) from error
         if step is not None:
             self._tables[rule.name] += 1
-            step.count = self._counter(rule.name)
+            step.count_rows = self._counter(rule.name)
         return step
 
     def _counter(self, rule: str) -> Callable[[int], None]:
@@ -188,25 +188,25 @@ class TransformPlan:
     def transformed_schema(self, schema: TableSchema, table: TableId | None = None) -> TableSchema:
         """What the rules make of a shape: snapshot and stream have it alike. `table` is one of those that rows are sent
         to, if not most of them are."""
-        return self.table(schema).shape_of(table)
+        return self.table_plan(schema).schema_for(table)
 
     def require_keys(self) -> None:
         """Refuse rules whose keys cannot be had. Else that is found out with the first row of a table."""
         self._keys.require(self.transforms.rules)
 
-    def unmatched(self) -> list[Unmatched]:
+    def unmatched_rules(self) -> list[UnmatchedRule]:
         """The rules that have met no table yet, or no row."""
         found = []
         for rule in self.transforms.rules:
             if not self._tables[rule.name]:
-                found.append(Unmatched(rule=rule.name, why="no table has what it names", no_table=True))
+                found.append(UnmatchedRule(rule=rule.name, reason="no table has what it names", no_table=True))
             elif not self._rows[rule.name] and not (rule.do == "route" and rule.when is None):
-                found.append(Unmatched(rule=rule.name, why="no row was one for it"))
+                found.append(UnmatchedRule(rule=rule.name, reason="no row was one for it"))
         return found
 
     # Changes.
 
-    def apply(self, batch: ChangeBatch) -> Applied:
+    def apply(self, batch: ChangeBatch) -> TransformResult:
         """The batch, transformed; rows that a rule with `dead-letter` failed at are letters."""
         if not isinstance(batch, ChangeBatch):
             raise ConfigError(
@@ -214,75 +214,75 @@ class TransformPlan:
                 found=type(batch).__name__,
                 hint="Give what `batch_of(…)` makes, or one by one what `batch.batches` has.",
             )
-        plan = self.table(batch.schema)
+        plan = self.table_plan(batch.schema)
         if not plan.steps:
-            return Applied(batches=(batch,))
-        lots = plan.run(opened(batch))
+            return TransformResult(batches=(batch,))
+        lots = plan.run(open_batch(batch))
         self._halt(plan.source, lots, batch)
         letters, aside = [], np.zeros(len(batch), np.bool_)
         together = np.zeros(len(batch), np.bool_)
         for _, rows in lots:
             for one in rows.failures:
-                mine = one.rows & ~aside[rows.source]  # a row is one letter, of the first rule that failed
+                mine = one.rows & ~aside[rows.source_rows]  # a row is one letter, of the first rule that failed
                 if mine.any():
-                    failed = rows.source[mine]
+                    failed = rows.source_rows[mine]
                     aside[failed] = True
                     old = _old_rows(batch, failed, aside)
                     together[old] = aside[old] = True
                     letters.append(_letter(one, batch, np.sort(np.concatenate([failed, old]))))
         for _, rows in lots:
-            rows.take(~(rows.failed | together[rows.source]))
-        return Applied(
-            batches=tuple(closed(rows, schema) for schema, rows in lots if rows.count), letters=tuple(letters)
+            rows.take(~(rows.failed_rows | together[rows.source_rows]))
+        return TransformResult(
+            batches=tuple(to_batch(rows, schema) for schema, rows in lots if rows.count), dead_letters=tuple(letters)
         )
 
-    def marking(self, batch: ChangeBatch) -> tuple[ChangeBatch, ...]:
+    def apply_marking(self, batch: ChangeBatch) -> tuple[ChangeBatch, ...]:
         """The batch, transformed; rows that a rule with `dead-letter` failed at say so in `_unfit`."""
-        plan = self.table(batch.schema)
+        plan = self.table_plan(batch.schema)
         if not plan.steps:
             return (batch,)
-        lots = plan.run(opened(batch))
+        lots = plan.run(open_batch(batch))
         self._halt(plan.source, lots, batch)
         for schema, rows in lots:
             _mark(schema, rows)
-        return tuple(closed(rows, schema) for schema, rows in lots)
+        return tuple(to_batch(rows, schema) for schema, rows in lots)
 
-    def sifted(self, batches: Sequence[ChangeBatch], on_letter: OnLetter) -> tuple[ChangeBatch, ...]:
+    def apply_all(self, batches: Sequence[ChangeBatch], on_letter: OnDeadLetter) -> tuple[ChangeBatch, ...]:
         """The batches, transformed, each row with the `_seq` it had. What was set aside is told of once all of them
         have passed, and before anyone has a row of them."""
         applied = [self.apply(batch) for batch in batches]
         for one in applied:
-            for letter in one.letters:
+            for letter in one.dead_letters:
                 on_letter(letter)
         return tuple(made for one in applied for made in one.batches)
 
-    def window(self, window: Window[P], on_letter: OnLetter | None = None) -> Window[P] | None:
+    def transform_window(self, window: Window[P], on_letter: OnDeadLetter | None = None) -> Window[P] | None:
         """A window's batches, transformed; rows are numbered anew where some went or came. Rows that a rule failed at
         are marked, or go to `on_letter`.
 
         None: it was a part of a transaction, and nothing of it is left."""
         if on_letter is None:
-            batches = tuple(made for batch in window.batches for made in self.marking(batch))
+            batches = tuple(made for batch in window.batches for made in self.apply_marking(batch))
         else:
-            batches = self.sifted(window.batches, on_letter)
+            batches = self.apply_all(window.batches, on_letter)
         if len(batches) == len(window.batches) and all(map(operator.is_, batches, window.batches)):
             return window
         if window.open and not batches:
             return None
-        numbered = numbered_anew(batches)
+        numbered = renumber(batches)
         return replace(window, batches=numbered, rows=sum(map(len, numbered)))
 
     # Snapshots.
 
-    def rows(self, schema: TableSchema, data: pa.RecordBatch, into: TableId | None = None) -> pa.RecordBatch:
+    def transform_rows(self, schema: TableSchema, data: pa.RecordBatch, into: TableId | None = None) -> pa.RecordBatch:
         """Rows of a snapshot, of the table's own columns, as rows of the transformed shape; for a load, which can set
         none aside. A runtime makes changes of them, and has `sifted`.
 
         `into` is the table that is loaded, where rules send rows to several: the others' are left out."""
-        plan = self.table(schema)
+        plan = self.table_plan(schema)
         if not plan.steps:
             return data
-        lots = plan.run(opened_snapshot(schema, data))
+        lots = plan.run(open_snapshot_rows(schema, data))
         for _, rows in lots:
             for one in rows.failures:
                 hint = HALT_HINT if self._policy[one.rule] == "halt" else LOAD_HINT
@@ -294,15 +294,15 @@ class TransformPlan:
         ]
         return pa.concat_batches(parts) if parts else pa.RecordBatch.from_pylist([], fields)
 
-    def marked_rows(
+    def transform_marked_rows(
         self, schema: TableSchema, data: pa.RecordBatch, unfit: pa.Array, into: TableId | None = None
     ) -> tuple[pa.RecordBatch, pa.Array]:
         """The same, of rows with values that do not fit: those, and what a rule with `dead-letter` failed at, are told
         beside them as `_unfit` has it."""
-        plan = self.table(schema)
+        plan = self.table_plan(schema)
         if not plan.steps:
             return data, unfit
-        lots = plan.run(opened_snapshot(schema, data, unfit))
+        lots = plan.run(open_snapshot_rows(schema, data, unfit))
         for target, rows in lots:
             for one in rows.failures:
                 if self._policy[one.rule] == "halt":
@@ -311,33 +311,35 @@ class TransformPlan:
         fields = pa.schema(plan.target.row_fields())
         parts = [(pa.RecordBatch.from_pylist([], fields), pa.nulls(0, change.UNFIT_TYPE))]
         for rows in _loaded(plan, lots, into):
-            made = closed(rows, plan.target).data
+            made = to_batch(rows, plan.target).data
             columns = [made.column(change.stored_name(name)) for name in fields.names]
             has_cells = change.UNFIT in made.schema.names
             cells = made.column(change.UNFIT) if has_cells else pa.nulls(made.num_rows, change.UNFIT_TYPE)
             parts.append((pa.RecordBatch.from_arrays(columns, schema=fields), cells))
         return pa.concat_batches([made for made, _ in parts]), pa.concat_arrays([cells for _, cells in parts])
 
-    def _halt(self, schema: TableSchema, lots: list[tuple[TableSchema, Rows]], batch: ChangeBatch) -> None:
+    def _halt(self, schema: TableSchema, lots: list[tuple[TableSchema, RowImages]], batch: ChangeBatch) -> None:
         for _, rows in lots:
             for one in rows.failures:
                 if self._policy[one.rule] == "halt":
-                    raise _failed(schema, one, _position(batch, int(rows.source[one.rows][0]))) from one.error
+                    raise _failed(schema, one, _position(batch, int(rows.source_rows[one.rows][0]))) from one.error
 
 
-def _mark(schema: TableSchema, rows: Rows) -> None:
+def _mark(schema: TableSchema, rows: RowImages) -> None:
     """Have rows that a rule failed at say so in `_unfit`."""
     for one in rows.failures:
         column = one.column if one.column in rows.after.columns else schema.names[0]
         texts = rows.unfit.setdefault((AFTER, column), {})
-        texts.update(dict.fromkeys(np.flatnonzero(one.rows).tolist(), change.unfit_by_rule(one.rule, one.why)))
+        texts.update(dict.fromkeys(np.flatnonzero(one.rows).tolist(), change.rule_failure_text(one.rule, one.reason)))
 
 
-def _refuse_other_types(rule: Outbox, shape: Shape) -> None:
+def _refuse_other_types(rule: Outbox, shape: OutputSchema) -> None:
     """Which types there are, the source is asked: they must be what it has."""
     made, own = shape.columns.get(rule.type_column), shape.source.columns
-    if made is not None and (made.place is None or made.touched or own[made.place].name != rule.type_column):
-        raise shape.refuse(
+    if made is not None and (
+        made.source_index is None or made.is_changed or own[made.source_index].name != rule.type_column
+    ):
+        raise shape.rule_error(
             rule,
             "a rule before it has changed the type of messages",
             "Put `outbox` before that rule.",
@@ -346,10 +348,10 @@ def _refuse_other_types(rule: Outbox, shape: Shape) -> None:
 
 
 def _plan_of(transforms: Transforms, apart: bool) -> TransformPlan:
-    return TransformPlan(transforms, names=Names(transforms.rules) if apart else None)
+    return TransformPlan(transforms, names=OutputTables(transforms.rules) if apart else None)
 
 
-def _loaded(plan: TablePlan, lots: list[tuple[TableSchema, Rows]], into: TableId | None) -> list[Rows]:
+def _loaded(plan: TablePlan, lots: list[tuple[TableSchema, RowImages]], into: TableId | None) -> list[RowImages]:
     """The rows of the table that is loaded. A row may come to one table in several ways."""
     if into is None and any(target is not plan.target for target, _ in lots):
         raise Unsupported(
@@ -367,10 +369,10 @@ def _position(batch: ChangeBatch, row: int) -> str | None:
     return found or None  # what was injected has none
 
 
-def _failed(schema: TableSchema, failure: Failure, position: str | None, hint: str = HALT_HINT) -> TransformFailed:
+def _failed(schema: TableSchema, failure: RuleFailure, position: str | None, hint: str = HALT_HINT) -> TransformFailed:
     where = {} if position is None else {"position": position}
     return TransformFailed(
-        f"a rule could not be applied: {failure.why}",
+        f"a rule could not be applied: {failure.reason}",
         rule=failure.rule,
         table=schema.table,
         column=failure.column,
@@ -395,13 +397,13 @@ def _old_rows(batch: ChangeBatch, rows: Any, aside: Any) -> Any:
     return before[np.array([one == Operation.DELETE.value for one in deletes], np.bool_) & ~aside[before]]
 
 
-def _letter(failure: Failure, batch: ChangeBatch, rows: Any) -> Letter:
+def _letter(failure: RuleFailure, batch: ChangeBatch, rows: Any) -> DeadLetter:
     data = batch.data.take(pa.array(rows))
     names = set(data.schema.names)
     moves = len(data) - data.column(change.MOVED_FROM).null_count if change.MOVED_FROM in names else 0
-    return Letter(
+    return DeadLetter(
         rule=failure.rule,
-        cause=failure.why,
+        cause=failure.reason,
         column=failure.column,
         batch=replace(batch, data=data, ends=None, moves=moves, truncates=0),
     )

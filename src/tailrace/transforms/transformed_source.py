@@ -15,19 +15,19 @@ from typing import Any
 import pyarrow as pa
 from psycopg import sql
 
-from tailrace.capture.port import SourceId, StreamOfTimeline
+from tailrace.capture.port import SourceId, TimelineStream
 from tailrace.capture.postgres.catalogue import SourceTable
-from tailrace.capture.postgres.chunks import Chunk, Cut, Plan
+from tailrace.capture.postgres.chunks import Chunk, ChunkKind, Plan
 from tailrace.capture.postgres.config import PostgresSettings
-from tailrace.capture.postgres.preflight import Publishing
+from tailrace.capture.postgres.preflight import PublishedTables
 from tailrace.capture.postgres.snapshot import OPEN_SECONDS_MAX, ExactSnapshot, SnapshotReader
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.capture.postgres.table_scan import PostgresScan
-from tailrace.errors import LOAD_ANEW_HINT, SourceRewritten, Unsupported
+from tailrace.errors import RELOAD_TABLE_HINT, SourceRewritten, Unsupported
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Column, TableId, TableSchema
-from tailrace.transforms.output_schema import is_touched
-from tailrace.transforms.output_tables import Names, still_make, target
+from tailrace.transforms.output_schema import is_changed_by_rule
+from tailrace.transforms.output_tables import OutputTables, can_still_produce, target_table
 from tailrace.transforms.rules import Outbox, Transforms
 from tailrace.transforms.steps.routes import TABLES_MAX
 from tailrace.transforms.table_globs import matches_any
@@ -43,7 +43,7 @@ class TransformedCapture(PostgresCapture):
 
     def __init__(self, settings: PostgresSettings, transforms: Transforms) -> None:
         super().__init__(settings)
-        self._names = Names(transforms.rules)
+        self._names = OutputTables(transforms.rules)
         self.rules = TransformPlan(transforms, names=self._names)
         self._messages: dict[TableId, frozenset[TableId]] = {}
         """Where messages of each outbox were seen to go. Never changed in place: others may be looking at it."""
@@ -53,39 +53,39 @@ class TransformedCapture(PostgresCapture):
         """Whether it is: that reads all of it."""
 
     @property
-    def publishing(self) -> Callable[[Publishing], None]:
+    def on_publish(self) -> Callable[[PublishedTables], None]:
         """Hears of every table that is made of one that is about to be published, or is by now."""
         return self._hears
 
-    @publishing.setter
-    def publishing(self, hears: Callable[[Publishing], None]) -> None:
-        def hear(told: Publishing) -> None:
+    @on_publish.setter
+    def on_publish(self, hears: Callable[[PublishedTables], None]) -> None:
+        def hear(told: PublishedTables) -> None:
             made = tuple((made, number) for table, number in told.tables for made in self._made_of(table))
             hears(replace(told, tables=made))
 
         self._hears = hear
 
-    def remember(self, shapes: Iterable[TableSchema]) -> None:
+    def remember_schemas(self, shapes: Iterable[TableSchema]) -> None:
         """Of one table at the source several may be made, and one of them has seen its last shape."""
         newest: dict[int, TableSchema] = {}
-        for shape in (made.at_source for made in shapes):
+        for shape in (made.source_schema for made in shapes):
             known = newest.get(shape.relation)
             if known is None or _asked_at(shape) >= _asked_at(known):
                 newest[shape.relation] = shape
-        super().remember(newest.values())
+        super().remember_schemas(newest.values())
 
-    def know(self, shapes: Iterable[TableSchema]) -> None:
+    def learn_tables(self, shapes: Iterable[TableSchema]) -> None:
         for made in shapes:
-            source = made.at_source.table
-            box = self._names.outbox_of(source)
-            if box is not None and made.table != source and still_make((box,), source, made.table):
+            source = made.source_schema.table
+            box = self._names.outbox_rule(source)
+            if box is not None and made.table != source and can_still_produce((box,), source, made.table):
                 self._messages[source] = self._messages.get(source, frozenset()) | {made.table}
 
     def tables(self) -> list[SourceTable]:
         """The tables that are made of those that are wanted."""
         there = super().tables()
         for found in there:
-            if self.asks_types and (box := self._names.outbox_of(found.table)) is not None:
+            if self.asks_types and (box := self._names.outbox_rule(found.table)) is not None:
                 self._ask_types(found.table, box)
         return [
             replace(found, table=made, origin=found.table if made != found.table else None)
@@ -94,15 +94,15 @@ class TransformedCapture(PostgresCapture):
         ]
 
     @property
-    def makes_tables(self) -> bool:
-        return self._names.has_messages
+    def discovers_tables(self) -> bool:
+        return self._names.has_outboxes
 
     def _made_of(self, table: TableId) -> list[TableId]:
         """All tables that are made of one, as far as they are known."""
         messages = sorted(self._messages.get(table, ()))
         for made in messages:
             self._names.claim(made, table)
-        return [*self._names.of(table), *messages]
+        return [*self._names.tables_for(table), *messages]
 
     def _ask_types(self, table: TableId, box: Outbox) -> None:
         """Messages that were there before anything was captured go to tables that the log may never tell of."""
@@ -121,24 +121,24 @@ class TransformedCapture(PostgresCapture):
                 table=table,
                 hint="Each would be a table. Name a column with fewer values in `type_column`.",
             )
-        found = frozenset(target(box.to, table, type=kind) for kind in kinds)
+        found = frozenset(target_table(box.to, table, type=kind) for kind in kinds)
         self._messages[table] = self._messages.get(table, frozenset()) | found
         self._asked[table] = time.monotonic()
 
     def name_at_source(self, table: TableId) -> TableId:
-        if (known := self._names.source_of(table)) is None:
+        if (known := self._names.source_table(table)) is None:
             self.tables()
-            known = self._names.source_of(table)
+            known = self._names.source_table(table)
         return known or table
 
-    def published(self) -> dict[TableId, set[str]]:
-        found = super().published()
+    def publications_by_table(self) -> dict[TableId, set[str]]:
+        found = super().publications_by_table()
         made = [(table.table, table.origin or table.table) for table in self.tables()]
         return {table: found[source] for table, source in made if source in found}
 
-    def stamps(self, tables: Sequence[TableId]) -> dict[TableId, str]:
+    def definition_versions(self, tables: Sequence[TableId]) -> dict[TableId, str]:
         asked = {table: self.name_at_source(table) for table in tables}
-        found = super().stamps(list(dict.fromkeys(asked.values())))
+        found = super().definition_versions(list(dict.fromkeys(asked.values())))
         return {table: found[source] for table, source in asked.items() if source in found}
 
     def describe(self, tables: Iterable[TableId], *, unpublished: bool = False) -> dict[TableId, TableSchema]:
@@ -153,9 +153,9 @@ class TransformedCapture(PostgresCapture):
     def check_rules(self) -> None:
         """Refuse rules that cannot be used on the tables as they are published."""
         for shape in super().describe(found.table for found in super().tables()).values():
-            self.rules.table(shape)
+            self.rules.table_plan(shape)
 
-    def live(self, after: Lsn, origin: SourceId | None = None) -> StreamOfTimeline:
+    def live(self, after: Lsn, origin: SourceId | None = None) -> TimelineStream:
         return TransformedStream(super().live(after, origin), self.rules)
 
     def scan(self, tables: Sequence[TableId], *, live: bool, where: str | None = None) -> PostgresScan:
@@ -164,19 +164,19 @@ class TransformedCapture(PostgresCapture):
     def resume_scan(self, record: Mapping[str, Any]) -> PostgresScan | None:
         raise _no_scan()
 
-    def plan(self, table: TableId, cut: Cut, chunk_bytes: int) -> Plan:
+    def plan(self, table: TableId, cut: ChunkKind, chunk_bytes: int) -> Plan:
         plan = super().plan(self.name_at_source(table), cut, chunk_bytes)
         return replace(plan, schema=self.rules.transformed_schema(plan.schema, table))
 
-    def unchanged(self, plan: Plan) -> bool:
-        return super().unchanged(replace(plan, schema=plan.schema.at_source))
+    def is_unchanged(self, plan: Plan) -> bool:
+        return super().is_unchanged(replace(plan, schema=plan.schema.source_schema))
 
-    def value_of(self, column: Column, text: str) -> pa.Scalar | None:
+    def parse_value(self, column: Column, text: str) -> pa.Scalar | None:
         """Of a column that a rule has worked on nobody knows what rows at rest have: they are read again."""
-        return None if is_touched(column) else super().value_of(column, text)
+        return None if is_changed_by_rule(column) else super().parse_value(column, text)
 
     def snapshot(self) -> ExactSnapshot:
-        return _Snapshot(super().snapshot(), self.rules)
+        return _TransformedSnapshot(super().snapshot(), self.rules)
 
     def chunk_reader(self, seconds_max: float, at_least: Lsn) -> SnapshotReader:
         return TransformedReader(super().chunk_reader(seconds_max, at_least), self.rules)
@@ -187,7 +187,7 @@ class TransformedCapture(PostgresCapture):
 
 def _asked_at(shape: TableSchema) -> Lsn:
     """Where the source was when it was asked for the shape."""
-    return shape.facts.at if shape.facts is not None else ZERO
+    return shape.facts.position if shape.facts is not None else ZERO
 
 
 def _no_scan() -> Unsupported:
@@ -198,7 +198,7 @@ def _no_scan() -> Unsupported:
     )
 
 
-class _Snapshot(ExactSnapshot):
+class _TransformedSnapshot(ExactSnapshot):
     def __init__(self, snapshot: ExactSnapshot, rules: TransformPlan) -> None:
         self.__dict__.update(vars(snapshot))
         self._rules = rules
@@ -214,11 +214,11 @@ class TransformedReader(SnapshotReader):
         self.__dict__.update(vars(reader))
         self._rules = rules
 
-    def hold(self, schema: TableSchema, chunk: Chunk) -> Lsn:
-        return super().hold(schema.at_source, chunk)
+    def lock_chunk(self, schema: TableSchema, chunk: Chunk) -> Lsn:
+        return super().lock_chunk(schema.source_schema, chunk)
 
-    def keep(self, schema: TableSchema) -> None:
-        super().keep(schema.at_source)
+    def lock_schema(self, schema: TableSchema) -> None:
+        super().lock_schema(schema.source_schema)
 
     def rows(
         self,
@@ -233,7 +233,7 @@ class TransformedReader(SnapshotReader):
         names = self._key_of(schema, source) if ordered_by else {}
         order = [(names.get(name, name), kind) for name, kind in ordered_by]
         for batch in super().rows(source, chunk, condition, ordered_by=order):
-            yield self._rules.rows(source, batch, schema.table).select(schema.names)
+            yield self._rules.transform_rows(source, batch, schema.table).select(schema.names)
 
     def marked_rows(
         self, schema: TableSchema, chunk: Chunk, condition: str | None = None
@@ -241,32 +241,32 @@ class TransformedReader(SnapshotReader):
         """The same with rows that do not fit, or that a rule with `on_error: dead-letter` fails at."""
         source = self._source_of(schema)
         for batch, unfit in super().marked_rows(source, chunk, condition):
-            made, cells = self._rules.marked_rows(source, batch, unfit, schema.table)
+            made, cells = self._rules.transform_marked_rows(source, batch, unfit, schema.table)
             yield made.select(schema.names), cells
 
-    def rows_of(self, schema: TableSchema, keys: pa.Table) -> Iterator[pa.RecordBatch]:
+    def rows_by_key(self, schema: TableSchema, keys: pa.Table) -> Iterator[pa.RecordBatch]:
         source = self._source_of(schema)
         names = self._key_of(schema, source)
         keys = keys.rename_columns([names[name] for name in keys.column_names])
-        for batch in super().rows_of(source, keys):
-            yield self._rules.rows(source, batch, schema.table).select(schema.names)
+        for batch in super().rows_by_key(source, keys):
+            yield self._rules.transform_rows(source, batch, schema.table).select(schema.names)
 
     def _key_of(self, schema: TableSchema, source: TableSchema) -> dict[str, str]:
         """What the source calls the columns of the key. Messages have one of their own, whatever the source's is."""
         boxes = (rule for rule in self._rules.transforms.rules if isinstance(rule, Outbox))
         own = schema.key if any(matches_any(box.tables, source.table) for box in boxes) else source.key
-        touched = any(is_touched(column) for column in schema.columns if column.name in schema.key)
+        touched = any(is_changed_by_rule(column) for column in schema.columns if column.name in schema.key)
         if touched or not set(own) <= set(source.names):
             raise Unsupported(
-                "rows cannot be asked for by a key that a rule has changed", table=schema.table, hint=LOAD_ANEW_HINT
+                "rows cannot be asked for by a key that a rule has changed", table=schema.table, hint=RELOAD_TABLE_HINT
             )
         return dict(zip(schema.key, own, strict=True))
 
     def _source_of(self, schema: TableSchema) -> TableSchema:
         """The shape at the source, if the rules still make this one of it."""
-        source = schema.at_source
+        source = schema.source_schema
         columns = self._rules.transformed_schema(source).columns
-        made = still_make(self._rules.transforms.rules, source.table, schema.table)
+        made = can_still_produce(self._rules.transforms.rules, source.table, schema.table)
         if not made or not set(schema.columns) <= set(columns):
             raise SourceRewritten(
                 "the rules for the table were changed while it was read",

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Generic
 
-from tailrace.capture.port import OfTimeline, Stream
+from tailrace.capture.port import HasTimeline, Stream
 from tailrace.capture.stream_checks import require_stream, require_window
 from tailrace.errors import SourceUnreachable
 from tailrace.model.batch import Window
 from tailrace.model.position_kinds import P, covers
-from tailrace.transforms.transform_plan import OnLetter, TransformPlan
+from tailrace.transforms.transform_plan import OnDeadLetter, TransformPlan
 
 
 class TransformedStream(Generic[P]):
@@ -23,11 +23,11 @@ class TransformedStream(Generic[P]):
     Rows that a rule with `dead-letter` failed at are marked, for a log; or they go to `on_letter` before the window is
     given out, and come to it again with a window that comes again."""
 
-    def __init__(self, stream: Stream[P], rules: TransformPlan, on_letter: OnLetter | None = None) -> None:
+    def __init__(self, stream: Stream[P], rules: TransformPlan, on_letter: OnDeadLetter | None = None) -> None:
         require_stream(stream)
         self._stream = stream
         self._rules, self._on_letter = rules, on_letter
-        if isinstance(stream, OfTimeline):
+        if isinstance(stream, HasTimeline):
             self.timeline = stream.timeline
         self._passed: P | None = None
         """The end of the last window, if it had rows of which none was let through."""
@@ -44,7 +44,7 @@ class TransformedStream(Generic[P]):
             return Window(start=after, end=reached) if reached != after and not self._kept else None
         try:
             require_window(window, reached)
-            made = self._rules.window(window, self._on_letter)
+            made = self._rules.transform_window(window, self._on_letter)
         except Exception as error:  # whatever it is: the window is lost to this stream
             self._failure = error
             raise
@@ -60,7 +60,7 @@ class TransformedStream(Generic[P]):
         if window.continues and not self._kept:
             made = replace(made, continues=False, continued_end=None)
         self._kept = False
-        self._passed = made.end if made.empty else None
+        self._passed = made.end if made.is_empty else None
         return made if made.start == after else replace(made, start=after)
 
     @property

@@ -12,10 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.maintain.retention import Policy, trim
-from tailrace.changelog.maintain.seal_writer import Sizes
-from tailrace.changelog.maintain.sealer import Limits, Sealer
-from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
+from tailrace.changelog.maintain.seal_writer import SealFileSizes
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.read.consumers import TableProgress, write_table_progress
 from tailrace.changelog.read.index import LogIndex
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogTrimmed
@@ -98,20 +98,20 @@ class Story:
         """The log's numbers of the tables, as far as they have one."""
         self.log.schemas.load()
         for schema in TABLES:
-            for number in self.log.schemas.named(schema.table):
+            for number in self.log.schemas.numbers_named(schema.table):
                 self.numbers[schema.relation] = number
 
     def reopen(self) -> None:
         self.diary.reopen()
 
     def sealer(self) -> Sealer:
-        sizes = Sizes(group_rows=self.chance.choice([1, 3, 100]), file_bytes=self.chance.choice([1, 1 << 20]))
+        sizes = SealFileSizes(group_rows=self.chance.choice([1, 3, 100]), file_bytes=self.chance.choice([1, 1 << 20]))
         return Sealer(
             self.path,
-            limits=Limits(
+            limits=SealLimits(
                 commits=self.chance.choice([1, 2, 5, 100]),
-                join_count=self.chance.choice([2, 3]),
-                sizes=sizes,
+                merge_count=self.chance.choice([2, 3]),
+                file_sizes=sizes,
                 small_bytes=self.chance.choice([0, 1 << 20]),
             ),
         )
@@ -122,7 +122,7 @@ class Story:
 
     def join(self) -> None:
         with self.sealer() as sealer:
-            sealer.join()
+            sealer.merge_seals()
 
     def clean(self) -> None:
         with self.sealer() as sealer:
@@ -138,10 +138,10 @@ class Story:
         seq = max((item.row.seq for item in self.diary.noted if item.commit <= commit), default=0)
         self.held[number] = (commit, seq)
         tables = {self.numbers[known.relation]: known.table for known in TABLES if known.relation in self.numbers}
-        leave_hints(
+        write_table_progress(
             self.path,
             [
-                TableHint(table=tables[number], numbers=(number,), commit=commit, seq=seq)
+                TableProgress(table=tables[number], numbers=(number,), commit=commit, seq=seq)
                 for number, (commit, seq) in self.held.items()
             ],
         )
@@ -151,7 +151,7 @@ class Story:
         size = self.chance.choice([None, None, 20_000])
         age = None if size else 0.0
         with self.sealer() as sealer:
-            trim(sealer, Policy(age_seconds=age, bytes=size), now=LATER)
+            trim(sealer, RetentionPolicy(age_seconds=age, bytes=size), now=LATER)
         gone = self.log.trimmed()
         assert gone.commit >= before.commit
         for number, (commit, seq) in self.held.items():
@@ -169,7 +169,7 @@ class Story:
         ]
 
     def is_gone(self, item: Noted) -> bool:
-        return self.log.trimmed().covers(self.numbers[item.row.schema.relation], item.row.seq)
+        return self.log.trimmed().is_trimmed(self.numbers[item.row.schema.relation], item.row.seq)
 
     def some_table(self) -> TableSchema | None:
         known = [schema for schema in TABLES if schema.relation in self.numbers]
@@ -244,13 +244,17 @@ class Story:
         self.index.grow()
         index = self.index
         writer = self.diary.writer
-        assert (index.commit, index.position, index.rows) == (writer.commit, writer.position, len(self.diary.noted))
+        assert (index.last_commit, index.position, index.rows) == (
+            writer.commit,
+            writer.position,
+            len(self.diary.noted),
+        )
         for schema in TABLES:
             number = self.numbers.get(schema.relation)
             if number is not None:
-                assert index.captured(number) == len(self.diary.rows(schema=schema))
+                assert index.rows_captured(number) == len(self.diary.rows(schema=schema))
                 kept = [item for item in self.wanted(0, schema) if not self.is_gone(item)]
-                assert sum(item.rows for item in index.pending(number, 0, index.commit)) == len(kept)
+                assert sum(item.rows for item in index.pending(number, 0, index.last_commit)) == len(kept)
 
     def play(self, steps: int) -> None:
         kinds: list[tuple[Callable[[], None], int]] = [
@@ -285,7 +289,7 @@ class Story:
         self.diary.commit()
         with Sealer(self.path) as sealer:
             sealer.seal()
-            sealer.join()
+            sealer.merge_seals()
             sealer.clean(0)
         self.diary.close()
         assert_nothing_left_over(self.path)

@@ -111,7 +111,7 @@ def test_optional_columns_without_a_value_are_left_out_until_asked_for(writer: L
     assert header.bodies[0].without == change.OPTIONAL
     (found,) = ChangeLog.open(folder).follow(0)
     assert not set(change.OPTIONAL) & set(found.data.schema.names)
-    whole = found.completed()
+    whole = found.with_all_columns()
     assert whole.schema.equals(SHOP.change_schema())
     for name in change.OPTIONAL:
         assert whole.column(name).null_count == 2

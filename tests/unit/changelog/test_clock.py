@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.maintain.maintenance import Keeping, Unsealed
+from tailrace.changelog.maintain.maintenance import MaintenancePolicy, UnsealedCommits
 from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.changelog.write.log_lease import Lease
+from tailrace.changelog.write.log_lease import LogLease
 from tailrace.errors import LogBusy
 from tests.support.logs import Diary, inserts, read_all, seal, stored_files
 
@@ -56,8 +56,8 @@ def test_what_was_written_while_the_clock_jumped_is_sealed_joined_and_read(diary
         diary.commit(inserts(step))
         seal(diary.path, grace_seconds=None)
     log = ChangeLog.open(diary.path)
-    log.cold.refresh()
-    times = [(seal.written_from, seal.written_to) for seal in log.cold.seals]
+    log.seal_index.refresh()
+    times = [(seal.written_from, seal.written_to) for seal in log.seal_index.seals]
     assert times == sorted(times)
     assert read_all(diary.path) == diary.rows()
 
@@ -83,15 +83,15 @@ def test_commits_wait_to_be_sealed_as_long_as_they_should(
     diary: Diary, jump: Jump, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = time.monotonic
-    keeping = Keeping(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=1000.0)
-    unsealed = Unsealed(ChangeLog.open(diary.path))
+    keeping = MaintenancePolicy(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=1000.0)
+    unsealed = UnsealedCommits(ChangeLog.open(diary.path))
     diary.commit(inserts(1))
-    assert not unsealed.due(keeping)
+    assert not unsealed.is_seal_due(keeping)
     jump(DAY)
-    assert not unsealed.due(keeping), "the clock says a day"
+    assert not unsealed.is_seal_due(keeping), "the clock says a day"
     jump(-DAY)
     monkeypatch.setattr(time, "monotonic", lambda: real() + 1000.0)
-    assert unsealed.due(keeping), "the clock says it is not even written"
+    assert unsealed.is_seal_due(keeping), "the clock says it is not even written"
 
 
 def test_a_lease_is_neither_lost_nor_kept_for_ever_by_a_clock_that_jumps(tmp_path: Path, jump: Jump) -> None:
@@ -107,9 +107,9 @@ def test_a_lease_is_neither_lost_nor_kept_for_ever_by_a_clock_that_jumps(tmp_pat
     (tmp_path / "owner.json").write_text(json.dumps(record))
     jump(400 * DAY)
     with pytest.raises(LogBusy):
-        Lease(tmp_path, wait_seconds=0.3, expiry_seconds=240.0)
+        LogLease(tmp_path, wait_seconds=0.3, expiry_seconds=240.0)
     jump(-400 * DAY)
-    lease = Lease(tmp_path, wait_seconds=240.0, expiry_seconds=0.3)
+    lease = LogLease(tmp_path, wait_seconds=240.0, expiry_seconds=0.3)
     jump(400 * DAY)
     assert not lease.lost()
     lease.release()

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tailrace.changelog.format.seal import commits_path, seal_path
-from tailrace.changelog.maintain.seal_writer import Sizes
-from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.maintain.seal_writer import SealFileSizes
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.changelog.read.sealed_rows import ColdReader, Span
+from tailrace.changelog.read.sealed_rows import RowSpan, SealedFileReader
 from tailrace.model import change
 from tailrace.model.mirror import Mirror
 from tailrace.storage.files import size_of
@@ -35,7 +35,7 @@ from tests.support.logs import (
 )
 from tests.support.windows import named
 
-PAIRS = Limits(join_count=2)
+PAIRS = SealLimits(merge_count=2)
 """Every two seals become one."""
 
 
@@ -50,7 +50,7 @@ def only_file(path: Path, table: int = 1) -> pq.ParquetFile:
 def test_row_groups_end_where_commits_end(diary: Diary) -> None:
     for commit in range(7):
         diary.commit(inserts(*range(commit * 10, commit * 10 + 3)), inserts(commit, schema=OTHER))
-    seal(diary.path, limits=Limits(sizes=Sizes(group_rows=5)))
+    seal(diary.path, limits=SealLimits(file_sizes=SealFileSizes(group_rows=5)))
     with only_file(diary.path) as file:
         commits = [file.read_row_group(place).column(change.COMMIT).to_pylist() for place in range(file.num_row_groups)]
     assert [sorted(set(found)) for found in commits] == [[1, 2], [3, 4], [5, 6], [7]]
@@ -62,7 +62,7 @@ def test_row_groups_end_where_commits_end(diary: Diary) -> None:
 def test_files_end_at_their_size_and_hold_every_row_once(diary: Diary) -> None:
     for commit in range(12):
         diary.commit((SHOP, [insert(commit, big=os.urandom(2000).hex())]))
-    seal(diary.path, limits=Limits(sizes=Sizes(group_rows=1, file_bytes=10_000)))
+    seal(diary.path, limits=SealLimits(file_sizes=SealFileSizes(group_rows=1, file_bytes=10_000)))
     files = ChangeLog.open(diary.path).files(SHOP.table)
     assert len(files) > 2
     assert all(size_of(file) > 10_000 for file in files[:-1])
@@ -75,11 +75,11 @@ def test_a_commit_larger_than_a_row_group_is_split_and_read_in_pieces(diary: Dia
         diary.piece((SHOP, [insert(begin + n, big="x" * 1000) for n in range(10)]))
     diary.finish(inserts(40))
     diary.commit(inserts(41))
-    sizes = Sizes(group_bytes=10_000, group_bytes_max=15_000, file_bytes=1)
-    seal(diary.path, limits=Limits(sizes=sizes))
+    sizes = SealFileSizes(group_bytes=10_000, group_bytes_max=15_000, file_bytes=1)
+    seal(diary.path, limits=SealLimits(file_sizes=sizes))
     log = ChangeLog.open(diary.path)
-    log.cold.refresh()
-    groups = [group for file in log.cold.seals[0].files if file.table for group in file.groups]
+    log.seal_index.refresh()
+    groups = [group for file in log.seal_index.seals[0].files if file.table for group in file.groups]
     assert [(group.first, group.last, group.rows) for group in groups] == [(1, 1, 20), (1, 1, 20), (1, 2, 2)]
     batches = list(log.follow(0))
     assert [len(batch) for batch in batches] == [20, 20, 2]
@@ -89,12 +89,12 @@ def test_a_commit_larger_than_a_row_group_is_split_and_read_in_pieces(diary: Dia
 def test_a_file_can_be_read_a_few_rows_at_a_time(diary: Diary) -> None:
     for commit in range(5):
         diary.commit(inserts(*range(commit * 10, commit * 10 + 7)))
-    seal(diary.path, limits=Limits(sizes=Sizes(group_rows=14)))
+    seal(diary.path, limits=SealLimits(file_sizes=SealFileSizes(group_rows=14)))
     log = ChangeLog.open(diary.path)
-    log.cold.refresh()
-    (file,) = (file for file in log.cold.seals[0].files if file.table)
-    reader = ColdReader(diary.path, log.schemas.get, set())
-    found = list(reader.batches(file, Span(2, 4, 9, 30), rows_max=4))
+    log.seal_index.refresh()
+    (file,) = (file for file in log.seal_index.seals[0].files if file.table)
+    reader = SealedFileReader(diary.path, log.schemas.get, set())
+    found = list(reader.batches(file, RowSpan(2, 4, 9, 30), rows_max=4))
     assert [len(batch) for _, _, batch in found] == [3, 2, 4, 4, 4, 2]
     assert [row.seq for row in rows_of(batch for _, _, batch in found)] == list(range(10, 29))
 
@@ -105,10 +105,10 @@ def test_lesson_21_both_rows_of_a_key_that_changed_are_read_together(rows_max: i
     diary.commit((SHOP, [insert(1, big="large"), *(row for pair in moves for row in pair), delete(7)]))
     seal(diary.path)
     log = ChangeLog.open(diary.path)
-    log.cold.refresh()
-    (file,) = (file for file in log.cold.seals[0].files if file.table)
-    reader, mirror = ColdReader(diary.path, log.schemas.get, set()), Mirror()
-    found = [batch for _, _, batch in reader.batches(file, Span(1, 1, 0, 1000), rows_max=rows_max)]
+    log.seal_index.refresh()
+    (file,) = (file for file in log.seal_index.seals[0].files if file.table)
+    reader, mirror = SealedFileReader(diary.path, log.schemas.get, set()), Mirror()
+    found = [batch for _, _, batch in reader.batches(file, RowSpan(1, 1, 0, 1000), rows_max=rows_max)]
     for event in (event for batch in found for event in batch.events()):
         mirror.apply(event.row_write())
     assert [row["big"] for row in mirror.rows.values()] == ["large"]
@@ -124,8 +124,8 @@ def test_what_waits_for_its_row_group_is_bounded_whatever_a_commit_holds(
         diary.piece(*((table, [insert(1, big="x" * 10_000)]) for table in tables))
     diary.finish(*((table, [insert(2, big="x" * 10_000)]) for table in tables))
     peaks: list[int] = []
-    sizes = Sizes(pending_bytes_max=50_000, group_bytes_max=40_000)
-    with Sealer(diary.path, limits=Limits(sizes=sizes)) as sealer:
+    sizes = SealFileSizes(pending_bytes_max=50_000, group_bytes_max=40_000)
+    with Sealer(diary.path, limits=SealLimits(file_sizes=sizes)) as sealer:
         assert len(list(sealer.log.follow(0))) == 80  # what is made ready once, per version, is ready now
         before = pa.total_allocated_bytes()
         given = sealer.log.batch
@@ -147,7 +147,7 @@ def test_what_waits_for_its_row_group_is_bounded_whatever_a_commit_holds(
 def test_files_are_zstd_with_statistics_and_page_checksums(diary: Diary) -> None:
     for commit in range(4):
         diary.commit(inserts(*range(commit * 10, commit * 10 + 5)))
-    seal(diary.path, limits=Limits(sizes=Sizes(group_rows=10)))
+    seal(diary.path, limits=SealLimits(file_sizes=SealFileSizes(group_rows=10)))
     with only_file(diary.path) as file:
         found = []
         for place in range(file.num_row_groups):
@@ -175,7 +175,7 @@ def test_columns_that_are_null_throughout_are_not_in_the_file_until_a_row_has_on
     diary.commit(inserts(2))
     diary.commit((SHOP, [*move(2, 3)]))
     diary.commit(inserts(4))
-    seal(diary.path, limits=Limits(sizes=Sizes(group_rows=2)))
+    seal(diary.path, limits=SealLimits(file_sizes=SealFileSizes(group_rows=2)))
     files = ChangeLog.open(diary.path).files(SHOP.table)
     present = [set(change.OPTIONAL) & set(pq.read_schema(file).names) for file in files]
     assert present == [set(), {change.MOVED_FROM}]
@@ -208,8 +208,8 @@ def test_every_file_is_durable_before_the_seal_that_names_it(diary: Diary, monke
     monkeypatch.setattr(os, "link", linking)
     seal(diary.path, grace_seconds=None)
     log = ChangeLog.open(diary.path)
-    log.cold.refresh()
-    (sealed,) = log.cold.seals
+    log.seal_index.refresh()
+    (sealed,) = log.seal_index.seals
     before = synced[: synced.index(f"link {seal_path(diary.path, sealed.stem)}")]
     real = diary.path.resolve()
     folders = {f"{real}/{file.file}".rpartition("/")[0] for file in sealed.files}
@@ -238,12 +238,12 @@ def shown(path: Path, table: int) -> list[tuple[int, int, str]]:
 def test_the_glob_shows_every_sealed_row_once_with_its_commit(diary: Diary) -> None:
     for _ in range(2):
         write_everything(diary)
-        seal(diary.path, join=False, limits=Limits(commits=2))
+        seal(diary.path, join=False, limits=SealLimits(commits=2))
         tables = ((1, SHOP), (2, KEYLESS_OTHER), (3, OTHER))
         for number, schema in tables:
             assert shown(diary.path, number) == sealed_rows(diary, schema.relation)
         with Sealer(diary.path, limits=PAIRS) as sealer:
-            assert sealer.join().joined
+            assert sealer.merge_seals().merged
             for number, schema in tables:
                 assert shown(diary.path, number) == sealed_rows(diary, schema.relation)
             sealer.clean(0)

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tailrace.changelog.maintain.retention import Policy, held, trim
+from tailrace.changelog.maintain.retention import RetentionPolicy, hold_usages, trim
 from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read import consumers
-from tailrace.changelog.read.consumers import EXPIRE_SECONDS, TableHint, holds, leave_hints
+from tailrace.changelog.read.consumers import EXPIRE_SECONDS, TableProgress, read_holds, write_table_progress
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, LogTrimmed
 from tailrace.model.schema import TableId
@@ -160,7 +160,7 @@ def test_a_place_is_kept_from_the_moment_a_reader_gives_its_name(diary: Diary) -
     diary.commit(inserts(1))
     follower = ChangeLog.open(diary.path).follow(consumer="reader", expires_seconds=60.0)
     next(follower)
-    (hold,) = holds(diary.path)
+    (hold,) = read_holds(diary.path)
     follower.close()  # type: ignore[attr-defined] # it is a generator
     assert (hold.name, hold.kind, hold.tables, hold.commit, hold.seq) == ("reader", "consumer", None, 0, 0)
     assert hold.expires_seconds == 60.0
@@ -173,16 +173,16 @@ def test_a_new_reader_of_a_log_that_lost_rows_begins_where_nothing_is_missing(di
     diary.commit(inserts(2), inserts(2, schema=OTHER))
     seal(diary.path)
     diary.commit(inserts(3), inserts(3, schema=OTHER))
-    leave_hints(diary.path, [TableHint(table=THIRD.table, numbers=(3,), commit=0, seq=0)])
-    leave_hints(
+    write_table_progress(diary.path, [TableProgress(table=THIRD.table, numbers=(3,), commit=0, seq=0)])
+    write_table_progress(
         diary.path,
         [
-            TableHint(table=THIRD.table, numbers=(3,), commit=0, seq=0),
-            TableHint(table=OTHER.table, numbers=(2,), commit=1, seq=3),
+            TableProgress(table=THIRD.table, numbers=(3,), commit=0, seq=0),
+            TableProgress(table=OTHER.table, numbers=(2,), commit=1, seq=3),
         ],
     )
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=0.0), now=time.time() + 1)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=time.time() + 1)
     log = ChangeLog.open(diary.path)
     gone = log.trimmed()
     assert (gone.commit, {n: table.commit for n, table in gone.tables.items()}) == (0, {0: 1, 1: 2, 2: 1})
@@ -190,7 +190,7 @@ def test_a_new_reader_of_a_log_that_lost_rows_begins_where_nothing_is_missing(di
         follower = log.follow(table=table, consumer=f"reader-of-{table or 'all'}")
         schema = {str(schema.table): schema for schema in (SHOP, OTHER, THIRD)}.get(table or "")
         assert in_order(rows_of(follower)) == diary.rows(first, schema)
-    assert {item.state for item in held(log)} == {"live"}
+    assert {item.state for item in hold_usages(log)} == {"live"}
 
 
 def test_a_reader_that_lost_rows_is_told_each_time_until_it_says_where_to_begin(diary: Diary) -> None:
@@ -199,7 +199,7 @@ def test_a_reader_that_lost_rows_is_told_each_time_until_it_says_where_to_begin(
     seal(diary.path)
     diary.commit(inserts(2))
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=0.0), now=time.time() + EXPIRE_SECONDS + 60)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=time.time() + EXPIRE_SECONDS + 60)
     log = ChangeLog.open(diary.path)
     for _ in range(2):
         with pytest.raises(LogTrimmed):
@@ -220,7 +220,7 @@ def test_a_name_that_could_lead_elsewhere_is_refused_and_writes_nothing(diary: D
     before = set(os.listdir(diary.path / "consumers"))
     for use in (
         lambda: list(ChangeLog.open(diary.path).follow(consumer=name)),
-        lambda: consumers.forget(diary.path, name),
+        lambda: consumers.forget_consumer(diary.path, name),
     ):
         with pytest.raises(ConfigError, match="consumer's name") as caught:
             use()
@@ -232,7 +232,7 @@ def test_a_name_that_could_lead_elsewhere_is_refused_and_writes_nothing(diary: D
 def test_a_plain_name_is_taken(diary: Diary, name: str) -> None:
     diary.commit(inserts(1))
     assert seqs(ChangeLog.open(diary.path).follow(consumer=name)) == [1]
-    assert [hold.name for hold in holds(diary.path)] == [name]
+    assert [hold.name for hold in read_holds(diary.path)] == [name]
 
 
 def test_a_name_stands_for_one_table_and_another_is_refused(diary: Diary) -> None:
@@ -253,26 +253,26 @@ def test_a_reader_follows_its_table_when_that_is_made_again(diary: Diary) -> Non
     assert seqs(log.follow(table="public.things", consumer="reader")) == [1]
     diary.commit(inserts(2, schema=named("public", "things", SHOP.relation + 1)))
     assert seqs(log.follow(table="public.things", consumer="reader")) == [2]
-    assert holds(diary.path)[0].tables == (1, 2)
+    assert read_holds(diary.path)[0].tables == (1, 2)
 
 
 def test_forgetting_a_reader_lets_it_begin_anew(diary: Diary) -> None:
     diary.commit(inserts(1))
     log = ChangeLog.open(diary.path)
     list(log.follow(consumer="reader"))
-    consumers.forget(diary.path, "reader")
-    assert holds(diary.path) == []
+    consumers.forget_consumer(diary.path, "reader")
+    assert read_holds(diary.path) == []
     assert seqs(log.follow(table="public.things", consumer="reader")) == [1]
 
 
 def test_forgetting_one_that_is_not_there_names_those_that_are(diary: Diary) -> None:
     diary.commit(inserts(1))
     with pytest.raises(ConfigError, match="no such consumer") as caught:
-        consumers.forget(diary.path, "reader")
+        consumers.forget_consumer(diary.path, "reader")
     assert "no named consumers" in caught.value.hint
     list(ChangeLog.open(diary.path).follow(consumer="mine"))
     with pytest.raises(ConfigError) as caught:
-        consumers.forget(diary.path, "reader")
+        consumers.forget_consumer(diary.path, "reader")
     assert "mine" in caught.value.hint
 
 
@@ -317,12 +317,12 @@ def test_a_damaged_place_holds_nothing_and_its_reader_begins_anew(diary: Diary, 
     diary.commit(inserts(2))
     log = ChangeLog.open(diary.path)
     (diary.path / "consumers" / "reader.json").write_bytes(content)
-    assert holds(diary.path) == []
-    assert held(log) == []
+    assert read_holds(diary.path) == []
+    assert hold_usages(log) == []
     assert seqs(log.follow(consumer="reader")) == [1, 2]
     (diary.path / "consumers" / "reader.json").write_bytes(content)
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     assert read_all(diary.path, 1) == diary.rows(1)
 
 
@@ -341,19 +341,19 @@ def test_a_damaged_place_holds_nothing_and_its_reader_begins_anew(diary: Diary, 
 def test_damaged_hints_hold_nothing(diary: Diary, content: bytes) -> None:
     diary.commit(inserts(1))
     (diary.path / "consumers" / "@tables.json").write_bytes(content)
-    assert holds(diary.path) == []
-    assert consumers.hints(diary.path) == []
+    assert read_holds(diary.path) == []
+    assert consumers.read_table_progress(diary.path) == []
 
 
 def test_hints_are_read_back_as_they_were_left_and_replaced_by_the_next(diary: Diary) -> None:
-    mine = TableHint(table=TableId("a.b", 'c"d'), numbers=(1, 4), commit=7, seq=9)
-    yours = TableHint(table=TableId("x", "y"), numbers=(), commit=0, seq=0)
-    leave_hints(diary.path, [mine, yours])
-    assert consumers.hints(diary.path) == [mine, yours]
-    assert [(hold.name, hold.kind, hold.tables, hold.commit, hold.seq) for hold in holds(diary.path)] == [
+    mine = TableProgress(table=TableId("a.b", 'c"d'), numbers=(1, 4), commit=7, seq=9)
+    yours = TableProgress(table=TableId("x", "y"), numbers=(), commit=0, seq=0)
+    write_table_progress(diary.path, [mine, yours])
+    assert consumers.read_table_progress(diary.path) == [mine, yours]
+    assert [(hold.name, hold.kind, hold.tables, hold.commit, hold.seq) for hold in read_holds(diary.path)] == [
         ('a.b.c"d', "table", (1, 4), 7, 9),
         ("x.y", "table", (), 0, 0),
     ]
-    assert not any(hold.expired(now=1e12) for hold in holds(diary.path))
-    leave_hints(diary.path, [yours])
-    assert consumers.hints(diary.path) == [yours]
+    assert not any(hold.is_expired(now=1e12) for hold in read_holds(diary.path))
+    write_table_progress(diary.path, [yours])
+    assert consumers.read_table_progress(diary.path) == [yours]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.maintain.maintenance import Keeper, Keeping, keep
-from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.maintenance import LogMaintenance, MaintenancePolicy, maintain_once
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
 from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter
@@ -92,7 +92,7 @@ def sealing(diary: Diary) -> None:
 
 def trimming(diary: Diary) -> None:
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=0.0))
+        trim(sealer, RetentionPolicy(age_seconds=0.0))
 
 
 WORK: dict[str, Callable[[Diary], None]] = {
@@ -241,14 +241,14 @@ def test_a_keeper_on_a_full_disk_makes_the_room_that_the_writer_needs(small_disk
     """Nothing but the log is on the disk: it must not fill it and stay so."""
     diary = Diary(small_disk / "log")
     diary.commit()
-    keeping = Keeping(grace_seconds=1e6, policy=Policy(age_seconds=None, bytes=850_000))
+    keeping = MaintenancePolicy(grace_seconds=1e6, retention=RetentionPolicy(age_seconds=None, bytes=850_000))
     log, full = ChangeLog.open(diary.path), 0
 
     def put_in_order() -> int:
         """Sealing or joining may find no room at first; how often it did."""
         for tries in range(3):
             with suppress(LogFull):
-                keep(log, keeping, seal=True)
+                maintain_once(log, keeping, seal=True)
                 return tries
         return 3
 
@@ -270,11 +270,15 @@ def test_a_keeper_on_a_full_disk_makes_the_room_that_the_writer_needs(small_disk
 def test_a_keeper_that_finds_no_room_stops_nobody_and_seals_when_there_is_some(
     small_disk: Path, diary: Diary, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeping = Keeping(
-        seal_commits=1, grace_seconds=0.0, policy=Policy(age_seconds=None), look_seconds=0.05, retry_seconds=0.1
+    keeping = MaintenancePolicy(
+        seal_commits=1,
+        grace_seconds=0.0,
+        retention=RetentionPolicy(age_seconds=None),
+        check_seconds=0.05,
+        retry_seconds=0.1,
     )
     filler = fill(small_disk, 20 << 10)  # enough for a commit, not for a seal
-    keeper = Keeper(diary.path, keeping)
+    keeper = LogMaintenance(diary.path, keeping)
     keeper.start()
     try:
         assert eventually(lambda: "log-full" in [vars(said).get("code") for said in caplog.records])
@@ -283,7 +287,7 @@ def test_a_keeper_that_finds_no_room_stops_nobody_and_seals_when_there_is_some(
         assert whole(diary)
         filler.unlink()
         diary.commit(inserts(61))
-        assert eventually(lambda: ChangeLog.open(diary.path).cold.refresh() and sealed_to(diary) >= 4)
+        assert eventually(lambda: ChangeLog.open(diary.path).seal_index.refresh() and sealed_to(diary) >= 4)
         assert whole(diary)
     finally:
         keeper.stop()
@@ -301,8 +305,8 @@ def committed(diary: Diary, key: int) -> bool:
 
 def sealed_to(diary: Diary) -> int:
     log = ChangeLog.open(diary.path)
-    log.cold.refresh()
-    return log.cold.last
+    log.seal_index.refresh()
+    return log.seal_index.last_commit
 
 
 # --- a disk that fails in earnest --------------------------------------------------------------------------

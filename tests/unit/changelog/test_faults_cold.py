@@ -15,8 +15,8 @@ import pytest
 
 from tailrace.changelog.format.commit_file import commit_path
 from tailrace.changelog.format.seal import commits_path, seal_path
-from tailrace.changelog.maintain.retention import Policy, trim
-from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
 from tailrace.changelog.read import consumers
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter
@@ -44,7 +44,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, l
         seal(diary.path)
         consumers.Consumer.open(diary.path, "reader", wanted=None, start=(GONE, 0)).save()
         with Sealer(diary.path) as sealer:
-            trim(sealer, Policy(age_seconds=0.0))
+            trim(sealer, RetentionPolicy(age_seconds=0.0))
         diary.commit(inserts(9), inserts(10, schema=OTHER))
         diary.commit(inserts(11))
         seal(diary.path)
@@ -157,8 +157,8 @@ def test_damage_is_not_joined_into_a_sound_file(log: Path, name: str) -> None:
     bad = bytearray(path.read_bytes())
     bad[len(bad) // 2] ^= 1
     path.write_bytes(bad)
-    with Sealer(log, limits=Limits(join_count=2)) as sealer, pytest.raises(LogCorrupt) as caught:
-        sealer.join()
+    with Sealer(log, limits=SealLimits(merge_count=2)) as sealer, pytest.raises(LogCorrupt) as caught:
+        sealer.merge_seals()
     assert caught.value.fields["path"] == path
     assert not seal_path(log, stem(4, 7)).exists()
 
@@ -167,7 +167,7 @@ def test_another_logs_seal_is_refused(log: Path, tmp_path: Path) -> None:
     other = Diary(tmp_path / "other")
     for key in range(5):
         other.commit(inserts(key))
-    with Sealer(other.path, limits=Limits(commits=3)) as sealer:
+    with Sealer(other.path, limits=SealLimits(commits=3)) as sealer:
         sealer.seal()
     other.close()
     shutil.copy(seal_path(other.path, stem(4, 5)), seal_path(log, stem(4, 5)))
@@ -184,13 +184,13 @@ def disturb(log: Path) -> None:
     with suppress(LogError):
         LogWriter(log, SOURCE).close()
     for _ in range(2):
-        with suppress(LogError), Sealer(log, limits=Limits(join_count=2)) as sealer:
+        with suppress(LogError), Sealer(log, limits=SealLimits(merge_count=2)) as sealer:
             with suppress(LogError):
                 sealer.seal()
             with suppress(LogError):
-                sealer.join()
+                sealer.merge_seals()
             sealer.clean(0.0)
-            trim(sealer, Policy(age_seconds=0.0))
+            trim(sealer, RetentionPolicy(age_seconds=0.0))
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tailrace.changelog.maintain.retention import Policy, trim
-from tailrace.changelog.maintain.sealer import Limits, Sealer
-from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.read.consumers import TableProgress, write_table_progress
 from tailrace.changelog.read.index import LogIndex
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, LogCorrupt, LogTrimmed
@@ -26,7 +26,7 @@ from tests.support.windows import named
 
 PLACES = ("disk", "store")
 
-LET_GO = Policy(age_seconds=0.0)
+LET_GO = RetentionPolicy(age_seconds=0.0)
 LATER = 4e9
 
 
@@ -38,7 +38,7 @@ def trim_all(path: LogPath) -> None:
 
 def hold(path: LogPath, schema: TableSchema, number: int, commit: int = 0, seq: int = 0) -> None:
     """As if a lake table had covered no more than this."""
-    leave_hints(path, [TableHint(table=schema.table, numbers=(number,), commit=commit, seq=seq)])
+    write_table_progress(path, [TableProgress(table=schema.table, numbers=(number,), commit=commit, seq=seq)])
 
 
 def seqs(batches: Any) -> list[int]:
@@ -99,7 +99,7 @@ def test_a_slow_reader_gets_each_row_once_while_the_log_is_written_sealed_and_jo
     for key in range(1, 60):
         diary.commit(inserts(key), inserts(key, schema=OTHER))
         if key % 3 == 0:
-            seal(diary.path, limits=Limits(join_count=2))
+            seal(diary.path, limits=SealLimits(merge_count=2))
         index.grow()
         assert index.rows == len(diary.noted)
     diary.commit(inserts(999))

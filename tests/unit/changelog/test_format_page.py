@@ -15,9 +15,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
 from tailrace.changelog.maintain.sealer import Sealer
-from tailrace.changelog.read.consumers import holds
+from tailrace.changelog.read.consumers import read_holds
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogTrimmed
@@ -39,7 +39,7 @@ def write_fixture(folder: Path) -> None:
     writer.append(window(100, 200, batch(SHOP, insert(1, name="first"), insert(2, name="gone with the trim"))))
     with Sealer(folder) as sealer:
         sealer.seal()
-        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     at = 200
     for key in range(8):
         old = {"id": key, "name": "was", "big": None, "n": 1}
@@ -61,7 +61,7 @@ def write_fixture(folder: Path) -> None:
         with Sealer(folder) as sealer:
             sealer.seal()
     with Sealer(folder) as sealer:
-        sealer.join()
+        sealer.merge_seals()
         sealer.clean(0)
     writer.append(open_window(at, batch(SHOP, insert(1000), insert(1001)), batch(WIDER, insert(1002), first=2)))
     writer.append(open_window(at, batch(WIDER, insert(1003)), continues=True))
@@ -80,7 +80,7 @@ def rows_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
     log.schemas.load()
     found: dict[str, list[dict[str, Any]]] = {}
     for table in {str(version.schema.table) for version in log.schemas.latest()} | {"schema"}:
-        rows = [row for batch in log.follow(table=table) for row in batch.completed().to_pylist()]
+        rows = [row for batch in log.follow(table=table) for row in batch.with_all_columns().to_pylist()]
         found[table] = json.loads(json.dumps(rows, default=str))
     return found
 
@@ -114,12 +114,12 @@ def test_the_page_also_describes_what_is_written_today(tmp_path: Path) -> None:
 
 def test_the_fixture_has_something_of_everything(folder: Path) -> None:
     log = ChangeLog.open(folder)
-    log.cold.refresh()
+    log.seal_index.refresh()
     assert log.trimmed().commit > 0
-    assert any(seal.level for seal in log.cold.seals)
-    assert any(header.big for header in log.headers(log.cold.last))
+    assert any(seal.level for seal in log.seal_index.seals)
+    assert any(header.big for header in log.headers(log.seal_index.last_commit))
     assert (folder / "cold" / "1").is_symlink()
-    assert [hold.name for hold in holds(folder)] == ["reader"]
+    assert [hold.name for hold in read_holds(folder)] == ["reader"]
     with pytest.raises(LogTrimmed):
         list(log.follow(0))
 

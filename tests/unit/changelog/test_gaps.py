@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.format.gaps import NAME, Gap, read_gaps, record_gap
+from tailrace.changelog.format.gaps import GAPS_FILE, Gap, read_gaps, record_gap
 from tailrace.changelog.maintain.verify import verify
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli import log_view
@@ -66,7 +66,7 @@ def test_a_reader_gets_what_is_before_and_is_told(diary: Diary, sealed: bool) ->
 
 def test_log_show_names_the_place(diary: Diary) -> None:
     gap_before(diary)  # of a commit that never came
-    shown = log_actions.show(diary.path)
+    shown = log_actions.read_overview(diary.path)
     assert shown.gaps == (3,)
     assert "changes missing before commit 3" in log_view.log_text(shown)
 
@@ -98,14 +98,14 @@ def test_a_gap_that_was_begun_and_whose_slot_was_never_made_counts_for_nothing(d
     diary.commit(*([] if quiet else [inserts(4)]))
     diary.commit(inserts(5))
     assert followed(diary.path, 3) == ([3, 5] if quiet else [3, 4, 5], None)
-    assert log_actions.show(diary.path).gaps == (3,)
+    assert log_actions.read_overview(diary.path).gaps == (3,)
     gap_before(diary)
     diary.commit()
     assert followed(diary.path, 5)[1] is not None
 
 
 def test_a_record_that_is_not_what_was_written_is_told(diary: Diary) -> None:
-    record = diary.path / NAME
+    record = diary.path / GAPS_FILE
     record.write_bytes(record.read_bytes().replace(b'"commit": 3', b'"commit": 2'))
     with pytest.raises(LogCorrupt, match="the record of what the log lacks cannot be read"):
         followed(diary.path)
@@ -114,14 +114,14 @@ def test_a_record_that_is_not_what_was_written_is_told(diary: Diary) -> None:
 
 
 def test_shapes_are_followed_across(diary: Diary) -> None:
-    assert len(log_actions.versions(diary.path)) == 1
+    assert len(log_actions.read_schema_versions(diary.path)) == 1
 
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_log_that_lost_the_record_is_not_read_across_the_place(diary: Diary, sealed: bool) -> None:
     if sealed:
         seal(diary.path)
-    (diary.path / NAME).unlink()
+    (diary.path / GAPS_FILE).unlink()
     with pytest.raises(LogCorrupt, match="is missing, or older than the log") as told:
         followed(diary.path)
     assert "Restore it" in told.value.hint

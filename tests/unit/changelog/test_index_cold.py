@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from tailrace.changelog.format.commit_file import commit_path
-from tailrace.changelog.format.schemas import Version
-from tailrace.changelog.maintain.retention import Policy, trim
-from tailrace.changelog.maintain.sealer import Limits, Sealer
-from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.format.schemas import LogSchemaVersion
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.read.consumers import TableProgress, write_table_progress
 from tailrace.changelog.read.index import LogIndex, Slice
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogCorrupt, LogUnreachable
@@ -23,7 +23,7 @@ from tests.support.windows import named
 PLACES = OFTEN
 
 RENAMED = named("public", "renamed", SHOP.relation)
-PAIRS = Limits(join_count=2, commits=3)
+PAIRS = SealLimits(merge_count=2, commits=3)
 
 
 def index_of(path: LogPath) -> LogIndex:
@@ -62,12 +62,12 @@ def rows_at(index: LogIndex, log: ChangeLog, slices: list[Slice]) -> list[Row]:
 def told(index: LogIndex) -> tuple[object, ...]:
     """What must not depend on where rows lie."""
     return (
-        index.commit,
+        index.last_commit,
         index.position,
         index.rows,
         index.transactions,
-        [index.captured(table) for table in range(4)],
-        index.next_seq(index.commit),
+        [index.rows_captured(table) for table in range(4)],
+        index.next_seq(index.last_commit),
     )
 
 
@@ -80,24 +80,24 @@ def test_the_index_says_the_same_wherever_the_rows_lie(diary: Diary, how: str) -
         diary.commit(inserts(20), inserts(21, schema=OTHER))
         diary.commit()
     elif how != "hot":
-        limits = PAIRS if how == "joined" else Limits(commits=3, join_count=99)
+        limits = PAIRS if how == "joined" else SealLimits(commits=3, merge_count=99)
         seal(diary.path, limits=limits, grace_seconds=300 if how == "grace" else 0)
     log, index = ChangeLog.open(diary.path), index_of(diary.path)
     if how != "half":
         assert told(index) == hot
-    assert (index.commit, index.position) == (diary.writer.commit, diary.writer.position)
+    assert (index.last_commit, index.position) == (diary.writer.commit, diary.writer.position)
     assert index.rows == len(diary.noted)
     for number, schema in ((1, SHOP), (2, OTHER)):
         mine = diary.rows(schema=schema)
-        assert index.captured(number) == len(mine)
+        assert index.rows_captured(number) == len(mine)
         for row in [*mine, None]:
             seq = row.seq if row else 0
             wanted = [found for found in mine if found.seq > seq]
-            slices = index.pending(number, seq, index.commit)
+            slices = index.pending(number, seq, index.last_commit)
             assert [found.seq for found in rows_at(index, log, slices) if found.seq > seq] == [
                 found.seq for found in wanted
             ]
-        for to in range(index.commit + 1):
+        for to in range(index.last_commit + 1):
             slices = index.pending(number, 0, to)
             assert all(item.first <= to for item in slices)
             covered = max((item.last_seq for item in slices), default=0)
@@ -106,9 +106,9 @@ def test_the_index_says_the_same_wherever_the_rows_lie(diary: Diary, how: str) -
             )
 
 
-@pytest.mark.parametrize("limits", [None, PAIRS, Limits(commits=99)])
+@pytest.mark.parametrize("limits", [None, PAIRS, SealLimits(commits=99)])
 def test_when_the_newest_transaction_up_to_a_commit_was_committed_is_known_wherever_it_lies(
-    diary: Diary, limits: Limits | None
+    diary: Diary, limits: SealLimits | None
 ) -> None:
     diary.commit()
     for number, seconds in enumerate((100, 200, 150, 180, 300), start=1):
@@ -119,7 +119,7 @@ def test_when_the_newest_transaction_up_to_a_commit_was_committed_is_known_where
     diary.commit(inserts(6), at=250_000_000)
     diary.commit()
     index.grow()
-    known = [index.committed_upto(commit) for commit in range(1, 9)]
+    known = [index.committed_until(commit) for commit in range(1, 9)]
     assert known == [None, *(seconds * 1_000_000 for seconds in (100, 200, 200, 200, 300, 300, 300))]
 
 
@@ -131,16 +131,16 @@ def test_positions_and_commits_are_found_from_each_other(diary: Diary, sealed: b
     index = index_of(diary.path)
     assert index.end_of(0) == ZERO
     assert index.next_seq(0) == 1
-    for commit in range(1, index.commit + 1):
+    for commit in range(1, index.last_commit + 1):
         rows = [item for item in diary.noted if item.commit <= commit]
         assert index.next_seq(commit) == len(rows) + 1
         if any(item.commit == commit for item in diary.noted):
             assert (index.start_of(commit), index.end_of(commit)) == (Lsn((commit - 1) * STEP), Lsn(commit * STEP))
-    for position in range(0, (index.commit + 1) * STEP, 25):
+    for position in range(0, (index.last_commit + 1) * STEP, 25):
         found = index.commit_at(Lsn(position))
         assert found <= position // STEP
         # Of commits without rows only the last counts once they are sealed, so it may be an earlier one.
-        assert diary.rows(found) == diary.rows(min(position // STEP, index.commit))
+        assert diary.rows(found) == diary.rows(min(position // STEP, index.last_commit))
 
 
 def test_a_grown_index_equals_a_new_one_whatever_happened_to_the_log_meanwhile(diary: Diary) -> None:
@@ -153,18 +153,18 @@ def test_a_grown_index_equals_a_new_one_whatever_happened_to_the_log_meanwhile(d
         if round_ > 3:
             grown.grow()
         if round_ % 3 == 2:
-            seal(diary.path, limits=Limits(join_count=2))
+            seal(diary.path, limits=SealLimits(merge_count=2))
         if round_ == 4:
-            leave_hints(diary.path, [TableHint(table=OTHER.table, numbers=(2,), commit=2, seq=2)])
+            write_table_progress(diary.path, [TableProgress(table=OTHER.table, numbers=(2,), commit=2, seq=2)])
             with Sealer(diary.path) as sealer:
-                trim(sealer, Policy(age_seconds=0.0), now=4e9)
+                trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
         grown.grow()
         fresh = index_of(diary.path)
         assert told(grown) == told(fresh)
         for table in (1, 2):
             assert grown.pending(table, 0, 99) == fresh.pending(table, 0, 99)
-            assert grown.lacks(table, 0) == fresh.lacks(table, 0)
-        assert grown.first == fresh.first
+            assert grown.trimmed_after(table, 0) == fresh.trimmed_after(table, 0)
+        assert grown.first_commit == fresh.first_commit
         assert grown.bytes == fresh.bytes
 
 
@@ -175,29 +175,29 @@ def test_an_index_that_grows_to_a_number_takes_in_what_is_sealed_in_any_case(dia
     diary.commit(inserts(31))
     index = LogIndex(ChangeLog.open(diary.path))
     index.grow(13)
-    assert index.commit == 13
+    assert index.last_commit == 13
     early = LogIndex(ChangeLog.open(diary.path))
     early.grow(2)
-    assert early.commit == 12
+    assert early.last_commit == 12
 
 
 def test_what_is_trimmed_is_no_longer_pending_but_was_captured(diary: Diary) -> None:
     write(diary)
-    seal(diary.path, limits=Limits(commits=3))
-    leave_hints(diary.path, [TableHint(table=OTHER.table, numbers=(2,), commit=3, seq=4)])
+    seal(diary.path, limits=SealLimits(commits=3))
+    write_table_progress(diary.path, [TableProgress(table=OTHER.table, numbers=(2,), commit=3, seq=4)])
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     diary.commit(inserts(40))
     log, index = ChangeLog.open(diary.path), index_of(diary.path)
-    assert index.first == 4
-    gone = index.lacks(1, 0)
+    assert index.first_commit == 4
+    gone = index.trimmed_after(1, 0)
     assert gone is not None
-    assert index.lacks(1, gone.last_seq) is None
+    assert index.trimmed_after(1, gone.last_seq) is None
     assert [item.first for item in index.pending(1, 0, 99)] == [13]
     assert in_order(rows_at(index, log, index.pending(2, 4, 99))) == [
         row for row in diary.rows(schema=OTHER) if row.seq > 4
     ]
-    assert index.captured(1) == len(diary.rows(schema=SHOP))
+    assert index.rows_captured(1) == len(diary.rows(schema=SHOP))
     assert index.end_of(3) == Lsn(3 * STEP)
     assert index.commit_at(Lsn(3 * STEP)) == 3
 
@@ -222,7 +222,7 @@ def test_a_commit_whose_shapes_could_not_be_read_is_taken_in_once_they_can(
     index, get = LogIndex(log), log.schemas.get
     unread = [(2, 1)]
 
-    def fail_once(table: int, version: int) -> Version:
+    def fail_once(table: int, version: int) -> LogSchemaVersion:
         if (table, version) in unread:
             unread.clear()
             raise LogUnreachable("the store does not answer")
@@ -259,16 +259,16 @@ def test_whoever_asks_while_commits_move_into_seals_is_told_the_same(
         return [
             (index.end_of(commit), index.start_of(commit), index.next_seq(commit), index.commit_at(Lsn(commit * STEP)))
             for commit in commits
-        ] + [(index.commit, index.position, index.first, index.lacks(1, 0))]
+        ] + [(index.last_commit, index.position, index.first_commit, index.trimmed_after(1, 0))]
 
     def asks() -> None:
         heard.append(answers() == before)
-        heard.append(all(after < index.bounded(after, 2) <= 9 for after in range(9)))
+        heard.append(all(after < index.furthest_commit(after, 2) <= 9 for after in range(9)))
 
     before, heard = answers(), list[bool]()
     for last in (4, 9):
-        with Sealer(diary.path, limits=Limits(commits=4)) as sealer:
-            sealer._seal_some(sealer.unsealed()[0], last)
+        with Sealer(diary.path, limits=SealLimits(commits=4)) as sealer:
+            sealer._seal_some(sealer.unsealed_range()[0], last)
         monkeypatch.setattr(Interrupted, "asks", staticmethod(asks))
         index.grow()
         monkeypatch.undo()
@@ -288,15 +288,15 @@ def test_an_index_answers_for_seals_that_were_joined_or_trimmed_since_it_grew(di
     with Sealer(diary.path, limits=PAIRS) as sealer:
         sealer.seal()
         index = index_of(diary.path)
-        ends = [index.end_of(commit) for commit in range(1, index.commit + 1)]
+        ends = [index.end_of(commit) for commit in range(1, index.last_commit + 1)]
         fresh = LogIndex(ChangeLog.open(diary.path))
         fresh.grow()
-        sealer.join()
+        sealer.merge_seals()
         sealer.clean(0.0)
         assert [fresh.commit_at(end) for end in ends[1:]] == [index.commit_at(end) for end in ends[1:]]
         late = LogIndex(ChangeLog.open(diary.path))
         late.grow()
-        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     for commit, end in enumerate(ends, start=1):
         assert late.end_of(commit) >= end
         assert late.commit_at(end) <= commit
@@ -306,9 +306,9 @@ def test_a_table_whose_rows_are_all_gone_is_still_known(diary: Diary) -> None:
     write(diary)
     with Sealer(diary.path, limits=PAIRS) as sealer:
         sealer.seal()
-        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     log = ChangeLog.open(diary.path)
     index = LogIndex(log)
     index.grow()
     assert OTHER.table in {version.schema.table for version in log.schemas.latest()}
-    assert sum(index.captured(version.table) for version in log.schemas.latest()) == index.rows
+    assert sum(index.rows_captured(version.table) for version in log.schemas.latest()) == index.rows

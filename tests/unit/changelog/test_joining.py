@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tailrace.changelog.format import seal as cold
-from tailrace.changelog.format.seal import ColdIndex, Seal, commits_path
-from tailrace.changelog.maintain.retention import Policy, trim
-from tailrace.changelog.maintain.seal_writer import Sizes
-from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.format.seal import Seal, SealIndex, commits_path
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
+from tailrace.changelog.maintain.seal_writer import SealFileSizes
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogCorrupt
 from tailrace.model import change
@@ -37,11 +37,11 @@ from tests.support.windows import named
 PLACES = ("disk", "store")
 
 WIDER = named("public", "renamed", SHOP.relation)
-PAIRS = Limits(join_count=2)
+PAIRS = SealLimits(merge_count=2)
 
 
 def seals(path: LogPath) -> tuple[Seal, ...]:
-    index = ColdIndex(path)
+    index = SealIndex(path)
     index.refresh()
     return index.seals
 
@@ -60,7 +60,7 @@ def write_sealed(diary: Diary, commits: int, first: int = 0) -> None:
 def test_eight_neighbours_of_one_level_become_one_of_the_next(diary: Diary) -> None:
     write_sealed(diary, 17)
     with Sealer(diary.path) as sealer:
-        assert sealer.join().joined == 16
+        assert sealer.merge_seals().merged == 16
     assert runs(diary.path) == [(1, 8, 1), (9, 16, 1), (17, 17, 0)]
     assert read_all(diary.path) == diary.rows()
 
@@ -68,7 +68,7 @@ def test_eight_neighbours_of_one_level_become_one_of_the_next(diary: Diary) -> N
 def test_levels_grow_like_the_digits_of_a_number(diary: Diary) -> None:
     for commit in range(1, 12):
         write_sealed(diary, 1, first=commit)
-        seal(diary.path, limits=Limits(join_count=3))
+        seal(diary.path, limits=SealLimits(merge_count=3))
     assert runs(diary.path) == [(1, 9, 2), (10, 10, 0), (11, 11, 0)]
     assert read_all(diary.path) == diary.rows()
     assert_nothing_left_over(diary.path)
@@ -92,9 +92,9 @@ def test_a_joined_seal_says_of_the_run_what_its_parts_said(diary: Diary) -> None
     (file,) = (file for file in joined.files if file.table == 1)
     assert (file.moves, file.truncates, file.unfit) == (2, 1, 3)
     assert (file.first, file.last, file.rows) == (2, 4, 7)
-    index = ColdIndex(diary.path)
+    index = SealIndex(diary.path)
     index.refresh()
-    assert index.commits(joined).commit.tolist() == [1, 2, 3, 4]
+    assert index.commit_list(joined).commit.tolist() == [1, 2, 3, 4]
 
 
 def test_what_a_file_counts_is_counted_once_however_many_row_groups_it_had(diary: Diary) -> None:
@@ -102,7 +102,7 @@ def test_what_a_file_counts_is_counted_once_however_many_row_groups_it_had(diary
         for commit in range(3):
             key = part * 10 + commit
             diary.commit((SHOP, [*move(key, -key), insert(key, unfit=("n",)), truncate()]))
-        seal(diary.path, join=False, limits=Limits(sizes=Sizes(group_rows=1)))
+        seal(diary.path, join=False, limits=SealLimits(file_sizes=SealFileSizes(group_rows=1)))
     assert [len(file.groups) for found in seals(diary.path) for file in found.files if file.table] == [3, 3]
     seal(diary.path, limits=PAIRS)
     (file,) = (file for found in seals(diary.path) for file in found.files if file.table)
@@ -117,9 +117,9 @@ def test_commits_without_rows_at_the_border_of_two_seals_become_one_in_the_list(
     for given in ((), (inserts(2),)):
         diary.commit(*given)
     seal(diary.path, limits=PAIRS)
-    index = ColdIndex(diary.path)
+    index = SealIndex(diary.path)
     index.refresh()
-    assert index.commits(index.seals[0]).commit.tolist() == [1, 2, 5, 6]
+    assert index.commit_list(index.seals[0]).commit.tolist() == [1, 2, 5, 6]
     assert [read_all(diary.path, after) for after in range(7)] == [diary.rows(after) for after in range(7)]
 
 
@@ -128,16 +128,16 @@ def test_lists_of_commits_are_looked_up_by_several_threads_at_once(
     diary: Diary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_sealed(diary, 6)
-    index = ColdIndex(diary.path)
+    index = SealIndex(diary.path)
     index.refresh()
     found, until = index.seals, time.monotonic() + 1.0
-    lists = {known.stem: index.commits(known) for known in found}
-    monkeypatch.setattr(cold, "read_commits", lambda _, known: lists[known.stem])
+    lists = {known.stem: index.commit_list(known) for known in found}
+    monkeypatch.setattr(cold, "read_commit_list", lambda _, known: lists[known.stem])
 
     def look(first: int) -> None:
         for turn in itertools.count(first):
             wanted = found[turn % len(found)]
-            assert index.commits(wanted).commit.tolist() == [wanted.first]
+            assert index.commit_list(wanted).commit.tolist() == [wanted.first]
             if time.monotonic() >= until:
                 return
 
@@ -156,7 +156,7 @@ def test_small_files_are_written_again_as_one_and_large_ones_are_kept(diary: Dia
     seal(diary.path, join=False)
     write_sealed(diary, 2, first=100)
     before = {file.file for found in seals(diary.path) for file in found.files if file.size >= 20_000}
-    seal(diary.path, limits=Limits(join_count=5, small_bytes=20_000))
+    seal(diary.path, limits=SealLimits(merge_count=5, small_bytes=20_000))
     (joined,) = seals(diary.path)
     mine = [file for file in joined.files if file.table == 1]
     assert [(file.first, file.last) for file in mine] == [(1, 2), (3, 3), (4, 5)]
@@ -170,7 +170,7 @@ def test_versions_of_a_shape_stay_in_files_of_their_own(diary: Diary) -> None:
     for schema in (SHOP, SHOP, WIDER, WIDER, SHOP):
         diary.commit(inserts(diary.writer.commit, schema=schema))
         seal(diary.path, join=False)
-    seal(diary.path, limits=Limits(join_count=5))
+    seal(diary.path, limits=SealLimits(merge_count=5))
     (joined,) = seals(diary.path)
     assert [(file.schema, file.rows) for file in joined.files if file.table] == [(1, 2), (2, 2), (3, 1)]
     assert read_all(diary.path) == diary.rows()
@@ -181,7 +181,7 @@ def test_row_groups_of_joined_files_end_where_commits_end(diary: Diary) -> None:
     for commit in range(9):
         diary.commit(inserts(*range(commit * 10, commit * 10 + 3)))
         seal(diary.path, join=False)
-    seal(diary.path, limits=Limits(join_count=9, sizes=Sizes(group_rows=7)))
+    seal(diary.path, limits=SealLimits(merge_count=9, file_sizes=SealFileSizes(group_rows=7)))
     (file,) = (diary.path / "cold" / "1").glob("*.parquet")
     with pq.ParquetFile(file) as parquet:
         commits = [
@@ -195,7 +195,7 @@ def test_joining_splits_no_file_larger_than_it_should_be(diary: Diary) -> None:
     for commit in range(8):
         diary.commit((SHOP, [insert(commit, big=os.urandom(4000).hex())]))
         seal(diary.path, join=False)
-    seal(diary.path, limits=Limits(sizes=Sizes(group_rows=1, file_bytes=12_000)))
+    seal(diary.path, limits=SealLimits(file_sizes=SealFileSizes(group_rows=1, file_bytes=12_000)))
     (joined,) = seals(diary.path)
     sizes = [file.size for file in joined.files if file.table]
     assert len(sizes) > 2
@@ -203,11 +203,11 @@ def test_joining_splits_no_file_larger_than_it_should_be(diary: Diary) -> None:
     assert read_all(diary.path) == diary.rows()
 
 
-@pytest.mark.parametrize("limits", [Limits(join_bytes=1), Limits(join_seconds=-1.0)])
-def test_seals_that_would_hold_too_much_or_span_too_long_are_not_joined(diary: Diary, limits: Limits) -> None:
+@pytest.mark.parametrize("limits", [SealLimits(merge_bytes=1), SealLimits(merge_seconds=-1.0)])
+def test_seals_that_would_hold_too_much_or_span_too_long_are_not_joined(diary: Diary, limits: SealLimits) -> None:
     write_sealed(diary, 9)
     with Sealer(diary.path, limits=limits) as sealer:
-        assert sealer.join().joined == 0
+        assert sealer.merge_seals().merged == 0
     assert len(runs(diary.path)) == 9
 
 
@@ -240,7 +240,7 @@ def test_trimmed_files_do_not_come_back_when_their_seal_is_joined(diary: Diary) 
     diary.commit(inserts(5, schema=OTHER))
     seal(diary.path, join=False)
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     diary.commit(inserts(6))
     seal(diary.path, limits=PAIRS)
     write_sealed(diary, 1, first=20)
@@ -257,7 +257,7 @@ def test_a_damaged_file_or_list_of_commits_is_never_joined_into_a_sound_one(diar
         content = path.read_bytes()
         path.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
         with Sealer(diary.path) as sealer, pytest.raises(LogCorrupt):
-            sealer.join()
+            sealer.merge_seals()
         path.write_bytes(content)
         assert len(runs(diary.path)) == 8
     seal(diary.path)
@@ -268,7 +268,7 @@ def test_a_damaged_file_or_list_of_commits_is_never_joined_into_a_sound_one(diar
 def test_a_wider_seal_can_be_joined_again_until_none_is_left_to_join(diary: Diary) -> None:
     write_sealed(diary, 8)
     with Sealer(diary.path, limits=PAIRS) as sealer:
-        assert sealer.join().joined == 8 + 4 + 2
+        assert sealer.merge_seals().merged == 8 + 4 + 2
     assert runs(diary.path) == [(1, 8, 3)]
     assert [read_all(diary.path, after) for after in range(9)] == [diary.rows(after) for after in range(9)]
     assert len(ChangeLog.open(diary.path).files(OTHER.table)) == 1

@@ -16,18 +16,24 @@ from pathlib import Path
 import pytest
 
 from tailrace.changelog.format.commit_file import commit_path
-from tailrace.changelog.maintain.maintenance import STOP_SECONDS_MAX, Keeper, Keeping, Unsealed, keep
-from tailrace.changelog.maintain.retention import Policy, disk_bytes
+from tailrace.changelog.maintain.maintenance import (
+    STOP_SECONDS_MAX,
+    LogMaintenance,
+    MaintenancePolicy,
+    UnsealedCommits,
+    maintain_once,
+)
+from tailrace.changelog.maintain.retention import RetentionPolicy, disk_bytes
 from tailrace.changelog.maintain.sealer import Sealer
-from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.read.consumers import TableProgress, write_table_progress
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogBusy, LogTrimmed
 from tests.support.changes import SHOP, insert
 from tests.support.logs import OTHER, Diary, inserts, read_all, rows_of, seal, stored_files
 from tests.support.pipelines import descendants
 
-FOR_EVER = Policy(age_seconds=None)
-NEVER = Keeping(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=1e9, policy=FOR_EVER)
+FOR_EVER = RetentionPolicy(age_seconds=None)
+NEVER = MaintenancePolicy(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=1e9, retention=FOR_EVER)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 240.0) -> bool:
@@ -39,8 +45,8 @@ def eventually(condition: Callable[[], bool], seconds: float = 240.0) -> bool:
 
 def sealed_to(diary: Diary) -> int:
     log = ChangeLog.open(diary.path)
-    log.cold.refresh()
-    return log.cold.last
+    log.seal_index.refresh()
+    return log.seal_index.last_commit
 
 
 def keeper_pids(parent: int | None = None) -> list[int]:
@@ -57,27 +63,27 @@ def keeper_pids(parent: int | None = None) -> list[int]:
 
 
 def test_it_is_time_to_seal_when_there_are_enough_commits(diary: Diary) -> None:
-    unsealed = Unsealed(ChangeLog.open(diary.path))
-    keeping = Keeping(seal_bytes=1 << 40, seal_commits=3, seal_seconds=1e9)
+    unsealed = UnsealedCommits(ChangeLog.open(diary.path))
+    keeping = MaintenancePolicy(seal_bytes=1 << 40, seal_commits=3, seal_seconds=1e9)
     for expected in (False, False, True, True):
         diary.commit(inserts(1))
-        assert unsealed.due(keeping) is expected
+        assert unsealed.is_seal_due(keeping) is expected
     seal(diary.path)
-    assert not unsealed.due(keeping)
+    assert not unsealed.is_seal_due(keeping)
     for expected in (False, False, True):
         diary.commit()
-        assert unsealed.due(keeping) is expected
+        assert unsealed.is_seal_due(keeping) is expected
 
 
 def test_it_is_time_to_seal_when_there_are_enough_bytes_pieces_included(diary: Diary) -> None:
-    unsealed = Unsealed(ChangeLog.open(diary.path))
-    keeping = Keeping(seal_bytes=100_000, seal_commits=1 << 40, seal_seconds=1e9)
+    unsealed = UnsealedCommits(ChangeLog.open(diary.path))
+    keeping = MaintenancePolicy(seal_bytes=100_000, seal_commits=1 << 40, seal_seconds=1e9)
     diary.commit((SHOP, [insert(1, big="x" * 60_000)]))
-    assert not unsealed.due(keeping)
+    assert not unsealed.is_seal_due(keeping)
     diary.piece((SHOP, [insert(2, big="x" * 60_000)]))
-    assert not unsealed.due(keeping)
+    assert not unsealed.is_seal_due(keeping)
     diary.finish()
-    assert unsealed.due(keeping)
+    assert unsealed.is_seal_due(keeping)
 
 
 def test_it_is_time_to_seal_when_the_oldest_has_waited_long_enough_and_no_sooner(
@@ -85,20 +91,20 @@ def test_it_is_time_to_seal_when_the_oldest_has_waited_long_enough_and_no_sooner
 ) -> None:
     real, passed = time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: real() + passed)
-    unsealed = Unsealed(ChangeLog.open(diary.path))
-    keeping = Keeping(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=1000.0)
+    unsealed = UnsealedCommits(ChangeLog.open(diary.path))
+    keeping = MaintenancePolicy(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=1000.0)
     diary.commit(inserts(1))
-    assert not unsealed.due(keeping)
+    assert not unsealed.is_seal_due(keeping)
     passed += 1000.0
-    assert unsealed.due(keeping)
+    assert unsealed.is_seal_due(keeping)
     seal(diary.path)
     # A log that never rests is not sealed at every tick: the next commit waits as long as the first did.
     diary.commit(inserts(2))
-    assert not unsealed.due(keeping)
+    assert not unsealed.is_seal_due(keeping)
     diary.commit(inserts(3))
-    assert not unsealed.due(keeping)
+    assert not unsealed.is_seal_due(keeping)
     passed += 1000.0
-    assert unsealed.due(keeping)
+    assert unsealed.is_seal_due(keeping)
 
 
 # --- one round -----------------------------------------------------------------------------------------------
@@ -106,19 +112,19 @@ def test_it_is_time_to_seal_when_the_oldest_has_waited_long_enough_and_no_sooner
 
 def test_a_round_seals_joins_and_cleans(diary: Diary) -> None:
     log = ChangeLog.open(diary.path)
-    keeping = Keeping(grace_seconds=0.0, policy=FOR_EVER)
+    keeping = MaintenancePolicy(grace_seconds=0.0, retention=FOR_EVER)
     for key in range(8):
         diary.commit(inserts(key))
-        done = keep(log, keeping, seal=True)
+        done = maintain_once(log, keeping, seal=True)
         assert (done.sealed.seals, done.sealed.commits, done.sealed.rows) == (1, 1, 1)
-    assert done.sealed.joined == 8
+    assert done.sealed.merged == 8
     assert len(stored_files(diary.path, "cold/*.json", "hot/*")) == 2
     assert read_all(diary.path) == diary.rows()
 
 
 def test_a_round_that_is_not_to_seal_only_cleans_and_trims(diary: Diary) -> None:
     diary.commit(inserts(1))
-    done = keep(ChangeLog.open(diary.path), NEVER, seal=False)
+    done = maintain_once(ChangeLog.open(diary.path), NEVER, seal=False)
     assert (done.sealed.seals, done.trimmed.rows) == (0, 0)
     assert stored_files(diary.path, "cold/*.json") == set()
 
@@ -127,46 +133,48 @@ def test_a_round_keeps_the_grace_period(diary: Diary) -> None:
     for key in range(3):
         diary.commit(inserts(key))
     log = ChangeLog.open(diary.path)
-    keep(log, Keeping(policy=FOR_EVER), seal=True)
+    maintain_once(log, MaintenancePolicy(retention=FOR_EVER), seal=True)
     assert len(stored_files(diary.path, "hot/*")) == 3
 
 
 def test_a_round_trims_by_the_policy(diary: Diary) -> None:
     diary.commit(inserts(1))
     log = ChangeLog.open(diary.path)
-    done = keep(log, Keeping(grace_seconds=0.0, policy=Policy(age_seconds=-1.0)), seal=True)
+    done = maintain_once(
+        log, MaintenancePolicy(grace_seconds=0.0, retention=RetentionPolicy(age_seconds=-1.0)), seal=True
+    )
     assert done.trimmed.commits == 1
     with pytest.raises(LogTrimmed):
         list(log.follow(0))
 
 
 def test_a_log_that_is_nearly_full_is_sealed_and_cleaned_before_anyone_is_detached(diary: Diary) -> None:
-    leave_hints(diary.path, [TableHint(table=SHOP.table, numbers=(1,), commit=0, seq=0)])
+    write_table_progress(diary.path, [TableProgress(table=SHOP.table, numbers=(1,), commit=0, seq=0)])
     for key in range(4):
         diary.commit((SHOP, [insert(key, big=os.urandom(50_000).hex())]))
     hot = disk_bytes(diary.path)
     # As text these rows take twice the room that they take sealed.
-    policy = Policy(age_seconds=None, max_bytes=int(hot * 0.95))
-    done = keep(ChangeLog.open(diary.path), Keeping(policy=policy), seal=False)
+    policy = RetentionPolicy(age_seconds=None, max_bytes=int(hot * 0.95))
+    done = maintain_once(ChangeLog.open(diary.path), MaintenancePolicy(retention=policy), seal=False)
     assert (done.sealed.seals, done.trimmed.detached) == (1, ())
     assert read_all(diary.path) == diary.rows()
-    tight = Policy(age_seconds=None, max_bytes=int(hot * 0.3))
-    done = keep(ChangeLog.open(diary.path), Keeping(policy=tight), seal=False)
+    tight = RetentionPolicy(age_seconds=None, max_bytes=int(hot * 0.3))
+    done = maintain_once(ChangeLog.open(diary.path), MaintenancePolicy(retention=tight), seal=False)
     assert done.trimmed.detached == (str(SHOP.table),)
 
 
 def test_a_round_yields_to_one_who_seals_by_hand(diary: Diary) -> None:
     diary.commit(inserts(1))
     with Sealer(diary.path), pytest.raises(LogBusy):
-        keep(ChangeLog.open(diary.path), NEVER, seal=True)
-    assert keep(ChangeLog.open(diary.path), NEVER, seal=True).sealed.seals == 1
+        maintain_once(ChangeLog.open(diary.path), NEVER, seal=True)
+    assert maintain_once(ChangeLog.open(diary.path), NEVER, seal=True).sealed.seals == 1
 
 
 # --- the process ---------------------------------------------------------------------------------------------
 
 
 def test_the_process_seals_beside_a_writer_that_goes_on(diary: Diary) -> None:
-    keeper = Keeper(diary.path, Keeping(seal_commits=5, grace_seconds=0.0, policy=FOR_EVER))
+    keeper = LogMaintenance(diary.path, MaintenancePolicy(seal_commits=5, grace_seconds=0.0, retention=FOR_EVER))
     keeper.start()
     try:
         log = ChangeLog.open(diary.path)
@@ -196,7 +204,7 @@ def test_a_process_that_finds_damage_says_so_loudly_and_leaves_the_writer_alone(
     content = bytearray(path.read_bytes())
     content[-600] ^= 1
     path.write_bytes(content)
-    keeper = Keeper(diary.path, Keeping(seal_commits=1, policy=FOR_EVER))
+    keeper = LogMaintenance(diary.path, MaintenancePolicy(seal_commits=1, retention=FOR_EVER))
     with caplog.at_level(logging.WARNING):
         keeper.start()
         try:
@@ -212,8 +220,10 @@ def test_a_process_that_finds_damage_says_so_loudly_and_leaves_the_writer_alone(
 
 
 def test_a_process_that_was_killed_is_started_again(diary: Diary, caplog: pytest.LogCaptureFixture) -> None:
-    keeping = Keeping(seal_commits=1, grace_seconds=0.0, policy=FOR_EVER, look_seconds=0.05, retry_seconds=0.1)
-    keeper = Keeper(diary.path, keeping)
+    keeping = MaintenancePolicy(
+        seal_commits=1, grace_seconds=0.0, retention=FOR_EVER, check_seconds=0.05, retry_seconds=0.1
+    )
+    keeper = LogMaintenance(diary.path, keeping)
     keeper.start()
     try:
         diary.commit(inserts(1))
@@ -231,8 +241,8 @@ def test_a_process_that_was_killed_is_started_again(diary: Diary, caplog: pytest
 def test_a_process_ends_with_the_one_who_started_it(diary: Diary) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"
-        "from tailrace.changelog.maintain.maintenance import Keeper, Keeping\n"
-        "Keeper(Path(sys.argv[1]), Keeping(look_seconds=0.01)).start(); time.sleep(600)"
+        "from tailrace.changelog.maintain.maintenance import LogMaintenance, MaintenancePolicy\n"
+        "LogMaintenance(Path(sys.argv[1]), MaintenancePolicy(check_seconds=0.01)).start(); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(diary.path)]) as starter:
         try:
@@ -244,8 +254,8 @@ def test_a_process_ends_with_the_one_who_started_it(diary: Diary) -> None:
 
 
 def test_a_keeper_that_was_never_started_or_finds_no_log_can_be_stopped(tmp_path: Path) -> None:
-    Keeper(tmp_path / "nothing", Keeping()).stop()
-    keeper = Keeper(tmp_path / "nothing", Keeping())
+    LogMaintenance(tmp_path / "nothing", MaintenancePolicy()).stop()
+    keeper = LogMaintenance(tmp_path / "nothing", MaintenancePolicy())
     keeper.start()
     keeper.stop()
     assert not (tmp_path / "nothing").exists()

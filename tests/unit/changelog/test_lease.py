@@ -18,15 +18,15 @@ from pathlib import Path
 import pytest
 
 from tailrace.changelog.write import log_lease
-from tailrace.changelog.write.log_lease import Lease
+from tailrace.changelog.write.log_lease import LogLease
 from tailrace.errors import LogBusy, LogFenced
 
 LONG_SECONDS = 240.0
 HOLD = """
 import sys, time
 from pathlib import Path
-from tailrace.changelog.write.log_lease import Lease
-held = Lease(Path(sys.argv[1]), renew_seconds=0.05)
+from tailrace.changelog.write.log_lease import LogLease
+held = LogLease(Path(sys.argv[1]), renew_seconds=0.05)
 print("held", flush=True)
 while not held.lost():
     time.sleep(0.01)
@@ -82,24 +82,24 @@ def seconds(act: Callable[[], object]) -> float:
 
 
 def test_leases_of_different_names_do_not_meet(tmp_path: Path) -> None:
-    one, other = Lease(tmp_path, "owner", 0.0), Lease(tmp_path, "apply", 0.0)
-    assert log_lease.held(tmp_path, "owner") == log_lease.held(tmp_path, "apply") == os.getpid()
+    one, other = LogLease(tmp_path, "owner", 0.0), LogLease(tmp_path, "apply", 0.0)
+    assert log_lease.live_holder_pid(tmp_path, "owner") == log_lease.live_holder_pid(tmp_path, "apply") == os.getpid()
     one.release()
-    assert log_lease.held(tmp_path, "owner") is None
-    assert log_lease.held(tmp_path, "apply") == os.getpid()
+    assert log_lease.live_holder_pid(tmp_path, "owner") is None
+    assert log_lease.live_holder_pid(tmp_path, "apply") == os.getpid()
     other.release()
 
 
 def test_nobody_holds_a_lease_that_was_never_taken(tmp_path: Path) -> None:
-    assert log_lease.held(tmp_path) is None
-    assert log_lease.holder(tmp_path) == {}
+    assert log_lease.live_holder_pid(tmp_path) is None
+    assert log_lease.read_holder(tmp_path) == {}
 
 
 def test_a_second_one_waits_and_is_then_told_who_holds_it_and_what_to_do(tmp_path: Path) -> None:
-    first = Lease(tmp_path)
+    first = LogLease(tmp_path)
     began = time.monotonic()
     with pytest.raises(LogBusy) as caught:
-        Lease(tmp_path, wait_seconds=0.3)
+        LogLease(tmp_path, wait_seconds=0.3)
     assert time.monotonic() - began >= 0.3
     assert caught.value.fields["pid"] == os.getpid()
     assert "Stop that process" in caught.value.hint
@@ -109,67 +109,67 @@ def test_a_second_one_waits_and_is_then_told_who_holds_it_and_what_to_do(tmp_pat
 
 
 def test_one_that_waits_gets_in_when_the_holder_lets_go(tmp_path: Path) -> None:
-    first = Lease(tmp_path)
+    first = LogLease(tmp_path)
     timer = threading.Timer(0.2, first.release)
 
     def wait() -> None:
         timer.start()
-        Lease(tmp_path, wait_seconds=LONG_SECONDS).release()
+        LogLease(tmp_path, wait_seconds=LONG_SECONDS).release()
 
     assert seconds(wait) >= 0.2
     timer.join()
 
 
 def test_a_record_that_cannot_be_read_names_nobody(tmp_path: Path) -> None:
-    taken = Lease(tmp_path, wait_seconds=0.0)
+    taken = LogLease(tmp_path, wait_seconds=0.0)
     (tmp_path / "owner.json").write_bytes(b"{")
-    assert log_lease.held(tmp_path) == 0
+    assert log_lease.live_holder_pid(tmp_path) == 0
     with pytest.raises(LogBusy):
-        Lease(tmp_path, wait_seconds=0.0)
+        LogLease(tmp_path, wait_seconds=0.0)
     taken.release()
 
 
 def test_the_lease_of_a_process_that_was_killed_is_free_at_once(tmp_path: Path) -> None:
     with holding_process(tmp_path) as child:
-        assert log_lease.held(tmp_path) == child.pid
+        assert log_lease.live_holder_pid(tmp_path) == child.pid
         with pytest.raises(LogBusy) as caught:
-            Lease(tmp_path, wait_seconds=0.1)
+            LogLease(tmp_path, wait_seconds=0.1)
         assert caught.value.fields["pid"] == child.pid
         child.send_signal(signal.SIGKILL)
         child.wait()
         assert record_of(tmp_path)["released"] is False
-        found = Lease(tmp_path, wait_seconds=0.0)
-        assert not found.forced
+        found = LogLease(tmp_path, wait_seconds=0.0)
+        assert not found.was_forced
         found.release()
-    assert log_lease.held(tmp_path) is None
+    assert log_lease.live_holder_pid(tmp_path) is None
 
 
 def test_a_container_that_shares_our_kernel_is_no_other_host(tmp_path: Path) -> None:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     leave_record(tmp_path, boot=boot)
-    mine = Lease(tmp_path, wait_seconds=0.0)
+    mine = LogLease(tmp_path, wait_seconds=0.0)
     assert not mine.lost()
-    assert log_lease.held(tmp_path) == os.getpid()
+    assert log_lease.live_holder_pid(tmp_path) == os.getpid()
     mine.release()
 
 
 def test_a_record_of_before_hosts_were_told_apart_is_read(tmp_path: Path) -> None:
-    mine = Lease(tmp_path)
+    mine = LogLease(tmp_path)
     mine.release()
     (tmp_path / "owner.json").write_text(json.dumps({"pid": 7, "host": record_of(tmp_path)["host"]}))
-    Lease(tmp_path, wait_seconds=0.0).release()
+    LogLease(tmp_path, wait_seconds=0.0).release()
     (tmp_path / "owner.json").write_text(json.dumps({"pid": 7, "host": "elsewhere"}))
     with pytest.raises(LogBusy):
-        Lease(tmp_path, wait_seconds=0.0)
+        LogLease(tmp_path, wait_seconds=0.0)
 
 
 def test_letting_go_twice_is_letting_go_once(tmp_path: Path) -> None:
-    first = Lease(tmp_path)
+    first = LogLease(tmp_path)
     first.release()
-    second = Lease(tmp_path, wait_seconds=0.0)
+    second = LogLease(tmp_path, wait_seconds=0.0)
     first.release()
     second.check()
-    assert log_lease.held(tmp_path) == os.getpid()
+    assert log_lease.live_holder_pid(tmp_path) == os.getpid()
     second.release()
 
 
@@ -180,7 +180,7 @@ def test_another_hosts_fresh_record_is_waited_for(tmp_path: Path) -> None:
     path = leave_record(tmp_path)
     before = path.read_bytes()
     with pytest.raises(LogBusy) as caught:
-        Lease(tmp_path, wait_seconds=0.3, expiry_seconds=LONG_SECONDS)
+        LogLease(tmp_path, wait_seconds=0.3, expiry_seconds=LONG_SECONDS)
     assert caught.value.fields == {"pid": 7, "host": "elsewhere"}
     assert path.read_bytes() == before
 
@@ -188,10 +188,10 @@ def test_another_hosts_fresh_record_is_waited_for(tmp_path: Path) -> None:
 def test_another_hosts_record_that_nobody_renews_is_taken_after_a_while(tmp_path: Path) -> None:
     leave_record(tmp_path)
     began = time.monotonic()
-    found = Lease(tmp_path, wait_seconds=LONG_SECONDS, expiry_seconds=0.6)
+    found = LogLease(tmp_path, wait_seconds=LONG_SECONDS, expiry_seconds=0.6)
     assert time.monotonic() - began >= 0.6
-    assert found.forced
-    assert log_lease.held(tmp_path) == os.getpid()
+    assert found.was_forced
+    assert log_lease.live_holder_pid(tmp_path) == os.getpid()
     found.release()
 
 
@@ -206,10 +206,10 @@ def test_another_hosts_record_that_is_renewed_is_never_taken(tmp_path: Path, mon
     with monkeypatch.context() as patched:
         patched.setattr(time, "sleep", renew)
         with pytest.raises(LogBusy):
-            Lease(tmp_path, wait_seconds=1.5, expiry_seconds=0.5)
+            LogLease(tmp_path, wait_seconds=1.5, expiry_seconds=0.5)
     assert next(renewed) > 5
     # It stops renewing: the time counts from what was seen last, not from when we began to wait.
-    assert seconds(lambda: Lease(tmp_path, wait_seconds=LONG_SECONDS, expiry_seconds=0.5).release()) >= 0.5
+    assert seconds(lambda: LogLease(tmp_path, wait_seconds=LONG_SECONDS, expiry_seconds=0.5).release()) >= 0.5
 
 
 def test_a_clock_of_another_host_says_nothing(tmp_path: Path) -> None:
@@ -217,13 +217,13 @@ def test_a_clock_of_another_host_says_nothing(tmp_path: Path) -> None:
         path = leave_record(tmp_path, since=since)
         os.utime(path, (since, since))
         with pytest.raises(LogBusy):
-            Lease(tmp_path, wait_seconds=0.2, expiry_seconds=LONG_SECONDS)
+            LogLease(tmp_path, wait_seconds=0.2, expiry_seconds=LONG_SECONDS)
 
 
 def test_another_hosts_record_that_is_released_is_taken_at_once(tmp_path: Path) -> None:
     leave_record(tmp_path, released=True)
-    found = Lease(tmp_path, wait_seconds=0.0)
-    assert not found.forced
+    found = LogLease(tmp_path, wait_seconds=0.0)
+    assert not found.was_forced
     found.release()
 
 
@@ -231,12 +231,12 @@ def test_a_record_of_nobody_known_is_treated_as_another_hosts(tmp_path: Path) ->
     for content in (b"", b"{", b"[]", b'{"pid": 1}'):
         (tmp_path / "owner.json").write_bytes(content)
         with pytest.raises(LogBusy):
-            Lease(tmp_path, wait_seconds=0.0)
-    Lease(tmp_path, wait_seconds=LONG_SECONDS, expiry_seconds=0.2).release()
+            LogLease(tmp_path, wait_seconds=0.0)
+    LogLease(tmp_path, wait_seconds=LONG_SECONDS, expiry_seconds=0.2).release()
 
 
 def test_a_holder_renews_its_record_and_marks_it_when_it_lets_go(tmp_path: Path) -> None:
-    held = Lease(tmp_path, renew_seconds=0.02)
+    held = LogLease(tmp_path, renew_seconds=0.02)
     first = record_of(tmp_path)
     assert (first["pid"], first["renewed"], first["released"]) == (os.getpid(), 0, False)
     deadline = time.monotonic() + LONG_SECONDS
@@ -247,28 +247,28 @@ def test_a_holder_renews_its_record_and_marks_it_when_it_lets_go(tmp_path: Path)
     assert later["token"] == first["token"]
     held.release()
     assert record_of(tmp_path)["released"] is True
-    assert log_lease.holder(tmp_path) == {"pid": os.getpid(), "host": first["host"]}
+    assert log_lease.read_holder(tmp_path) == {"pid": os.getpid(), "host": first["host"]}
 
 
 def test_a_renewal_that_the_disk_refuses_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "log"
     folder.mkdir()
-    held = Lease(folder, renew_seconds=0.01)
+    held = LogLease(folder, renew_seconds=0.01)
     folder.rename(tmp_path / "moved")
     time.sleep(0.1)
     held.check()
     held.release()
     assert not folder.exists()
-    Lease(tmp_path / "moved", wait_seconds=0.0).release()
+    LogLease(tmp_path / "moved", wait_seconds=0.0).release()
 
 
 # --- taking it over ----------------------------------------------------------------------------------------
 
 
 def test_a_lease_that_is_taken_over_is_lost_to_its_holder(tmp_path: Path) -> None:
-    first = Lease(tmp_path)
-    second = Lease(tmp_path, wait_seconds=0.0, take_over=True)
-    assert second.forced
+    first = LogLease(tmp_path)
+    second = LogLease(tmp_path, wait_seconds=0.0, take_over=True)
+    assert second.was_forced
     assert first.lost()
     with pytest.raises(LogFenced) as caught:
         first.check()
@@ -278,22 +278,22 @@ def test_a_lease_that_is_taken_over_is_lost_to_its_holder(tmp_path: Path) -> Non
     first.release()
     assert record_of(tmp_path)["released"] is False, "what one that lost it does is of no matter"
     with pytest.raises(LogBusy):
-        Lease(tmp_path, wait_seconds=0.0)
+        LogLease(tmp_path, wait_seconds=0.0)
     second.check()
     second.release()
 
 
 def test_a_free_lease_is_not_taken_by_force(tmp_path: Path) -> None:
-    Lease(tmp_path).release()
-    found = Lease(tmp_path, take_over=True)
-    assert not found.forced
+    LogLease(tmp_path).release()
+    found = LogLease(tmp_path, take_over=True)
+    assert not found.was_forced
     found.release()
 
 
 def test_a_lease_of_another_host_can_be_taken_over_without_waiting(tmp_path: Path) -> None:
     leave_record(tmp_path)
-    found = Lease(tmp_path, wait_seconds=0.0, take_over=True)
-    assert found.forced
+    found = LogLease(tmp_path, wait_seconds=0.0, take_over=True)
+    assert found.was_forced
     found.release()
 
 
@@ -301,9 +301,9 @@ def test_a_lease_held_by_a_stopped_process_can_be_taken_over(tmp_path: Path) -> 
     with holding_process(tmp_path) as child:
         child.send_signal(signal.SIGSTOP)
         with pytest.raises(LogBusy):
-            Lease(tmp_path, wait_seconds=0.2)
-        found = Lease(tmp_path, wait_seconds=0.0, take_over=True, renew_seconds=0.05)
-        assert log_lease.held(tmp_path) == os.getpid()
+            LogLease(tmp_path, wait_seconds=0.2)
+        found = LogLease(tmp_path, wait_seconds=0.0, take_over=True, renew_seconds=0.05)
+        assert log_lease.live_holder_pid(tmp_path) == os.getpid()
         child.send_signal(signal.SIGCONT)
         said, _ = child.communicate(timeout=240)
         assert (said, child.returncode) == ("log-fenced\n", 6)
@@ -314,11 +314,11 @@ def test_a_lease_held_by_a_stopped_process_can_be_taken_over(tmp_path: Path) -> 
 
 
 def test_one_that_waits_while_it_is_taken_over_waits_for_the_new_holder(tmp_path: Path) -> None:
-    first = Lease(tmp_path)
-    got: list[Lease] = []
-    waiting = threading.Thread(target=lambda: got.append(Lease(tmp_path, wait_seconds=LONG_SECONDS)))
+    first = LogLease(tmp_path)
+    got: list[LogLease] = []
+    waiting = threading.Thread(target=lambda: got.append(LogLease(tmp_path, wait_seconds=LONG_SECONDS)))
     waiting.start()
-    second = Lease(tmp_path, wait_seconds=0.0, take_over=True)
+    second = LogLease(tmp_path, wait_seconds=0.0, take_over=True)
     first.release()
     time.sleep(0.4)
     assert not got
@@ -331,27 +331,27 @@ def test_one_that_waits_while_it_is_taken_over_waits_for_the_new_holder(tmp_path
 def test_a_lock_file_replaced_between_opening_and_locking_it_is_nobodys_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, flock, turns = Lease(tmp_path), fcntl.flock, iter([True])
-    second: list[Lease] = []
+    first, flock, turns = LogLease(tmp_path), fcntl.flock, iter([True])
+    second: list[LogLease] = []
 
     def flock_after_a_take_over(handle: int, how: int) -> None:
         if next(turns, False):
-            second.append(Lease(tmp_path, wait_seconds=0.0, take_over=True))
+            second.append(LogLease(tmp_path, wait_seconds=0.0, take_over=True))
             first.release()
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", flock_after_a_take_over)
     with pytest.raises(LogBusy):
-        Lease(tmp_path, wait_seconds=0.0)
+        LogLease(tmp_path, wait_seconds=0.0)
     second[0].check()
     second[0].release()
 
 
 def test_of_many_that_take_it_over_at_once_exactly_one_holds_it(tmp_path: Path) -> None:
-    first = Lease(tmp_path)
-    got: list[Lease] = []
+    first = LogLease(tmp_path)
+    got: list[LogLease] = []
     takers = [
-        threading.Thread(target=lambda: got.append(Lease(tmp_path, wait_seconds=LONG_SECONDS, take_over=True)))
+        threading.Thread(target=lambda: got.append(LogLease(tmp_path, wait_seconds=LONG_SECONDS, take_over=True)))
         for _ in range(8)
     ]
     for taker in takers:
@@ -363,5 +363,5 @@ def test_of_many_that_take_it_over_at_once_exactly_one_holds_it(tmp_path: Path) 
     assert sum(not found.lost() for found in got) == 1
     for found in [first, *got]:
         found.release()
-    assert log_lease.held(tmp_path) is None
+    assert log_lease.live_holder_pid(tmp_path) is None
     assert list(tmp_path.glob(".*")) == []

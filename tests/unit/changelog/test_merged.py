@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.read.merged_schema import conform, fits, merged_shape
+from tailrace.changelog.read.merged_schema import conform_to_schema, fits_schema, merged_schema
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.model import change
@@ -45,7 +45,7 @@ def only(value: object, kind: pa.DataType) -> ChangeBatch:
 def test_columns_of_the_newest_come_first_then_those_only_older_versions_have() -> None:
     old = shape(ID, column("gone", pa.string()), column("kept", pa.int32()))
     new = shape(ID, column("added", pa.bool_()), column("kept", pa.int32()))
-    assert merged_shape([old, new]).names == ["id", "added", "kept", "gone"]
+    assert merged_schema([old, new]).names == ["id", "added", "kept", "gone"]
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_a_retyped_column_gets_the_narrowest_type_that_holds_both(
     old: pa.DataType, new: pa.DataType, merged: pa.DataType
 ) -> None:
     versions = [shape(ID, column("value", old)), shape(ID, column("value", new))]
-    assert merged_shape(versions).columns[1].type == merged
-    assert merged_shape(versions[::-1]).columns[1].type == merged
+    assert merged_schema(versions).columns[1].type == merged
+    assert merged_schema(versions[::-1]).columns[1].type == merged
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_retyped_column_gets_the_narrowest_type_that_holds_both(
     ],
 )
 def test_values_are_kept_exactly(value: object, kind: pa.DataType, wanted: pa.DataType, read: object) -> None:
-    found = conform(only(value, kind), shape(ID, column("value", wanted)))
+    found = conform_to_schema(only(value, kind), shape(ID, column("value", wanted)))
     assert found.data.column("value").to_pylist() == [read]
 
 
@@ -124,13 +124,17 @@ KEYS = {
 
 @pytest.mark.parametrize("versions", KEYS.values(), ids=KEYS)
 def test_every_version_fits_the_view_over_them_whatever_became_of_the_key(versions: list[TableSchema]) -> None:
-    view = merged_shape(versions)
+    view = merged_schema(versions)
     assert view.key == versions[-1].key
-    assert all(fits(version, view) for version in versions)
-    old = conform(batch(SHOP, *move(1, 2)), view).data.column("_moved_from").to_pylist()[1] if SHOP in versions else {}
+    assert all(fits_schema(version, view) for version in versions)
+    old = (
+        conform_to_schema(batch(SHOP, *move(1, 2)), view).data.column("_moved_from").to_pylist()[1]
+        if SHOP in versions
+        else {}
+    )
     assert not old or str(old["id"]) == "1", "an old key is told by the columns it had"
 
 
 def test_a_key_that_the_view_has_no_place_for_does_not_fit() -> None:
-    assert not fits(replace(SHOP, key=("n",)), merged_shape([SHOP]))
-    assert fits(replace(SHOP, key=()), merged_shape([SHOP])), "without one no old key is told"
+    assert not fits_schema(replace(SHOP, key=("n",)), merged_schema([SHOP]))
+    assert fits_schema(replace(SHOP, key=()), merged_schema([SHOP])), "without one no old key is told"

@@ -50,15 +50,15 @@ def test_a_path_is_its_url_wherever_it_is_sent() -> None:
     assert str(path / "c") == "s3://bucket/a/b/c"
     assert str(ObjectPath.parse("s3://bucket")) == "s3://bucket"
     assert pickle.loads(pickle.dumps(path)).options == (("endpoint", "http://here:1"),)
-    assert files.place("s3://bucket/a/b") == path
-    assert files.place("/tmp/log") == Path("/tmp/log")
+    assert files.parse_log_path("s3://bucket/a/b") == path
+    assert files.parse_log_path("/tmp/log") == Path("/tmp/log")
 
 
 def test_both_spellings_of_a_store_name_one_place() -> None:
     ours, sparks = ObjectPath.parse("s3://bucket/a/b"), ObjectPath.parse("s3a://bucket/a/b/")
     assert sparks == ours
     assert str(sparks) == "s3://bucket/a/b"
-    assert files.place("s3a://bucket/a/b") == ours
+    assert files.parse_log_path("s3a://bucket/a/b") == ours
 
 
 @pytest.mark.parametrize(
@@ -95,16 +95,16 @@ def test_what_an_address_must_not_hold_is_refused_and_not_repeated(url: str) -> 
 def test_a_glob_finds_what_it_finds_on_a_disk(store: ObjectPath, tmp_path: Path, pattern: str) -> None:
     def found(path: LogPath) -> set[str]:
         paths = [item for item in path.glob(pattern) if pattern.endswith("/") or not item.is_dir()]
-        return {files.below(path, item) for item in paths}
+        return {files.relative_name(path, item) for item in paths}
 
     assert found(filled(store)) == found(filled(tmp_path / "log"))
 
 
 def test_what_is_there_is_told_as_on_a_disk(store: ObjectPath, tmp_path: Path) -> None:
     def told(path: LogPath) -> list[object]:
-        names = sorted(files.names(path)), sorted(files.names(path / "schemas"))
-        sizes = {files.below(path, file): size for file, size in files.sizes(path).items()}
-        later = sorted(file.name for file in files.sizes(path / "hot", "0"))
+        names = sorted(files.list_names(path)), sorted(files.list_names(path / "schemas"))
+        sizes = {files.relative_name(path, file): size for file, size in files.file_sizes(path).items()}
+        later = sorted(file.name for file in files.file_sizes(path / "hot", "0"))
         there = [(path / name).exists() for name in ("meta.json", "hot", "schemas/1", "nothing")]
         return [names, sizes, later, there, (path / "hot").is_dir(), (path / "meta.json").is_dir()]
 
@@ -117,7 +117,7 @@ def test_what_is_not_there_is_missing_and_deleting_it_is_no_error(store: ObjectP
     assert caught.value.filename == str(store / "x")
     (store / "x").unlink()
     files.delete_all([store / "x"])
-    assert files.stamp(store / "x") is None
+    assert files.read_stamp(store / "x") is None
 
 
 def test_parts_of_an_object_are_read_also_of_an_empty_one(store: ObjectPath) -> None:
@@ -127,7 +127,7 @@ def test_parts_of_an_object_are_read_also_of_an_empty_one(store: ObjectPath) -> 
     assert files.read_start(store / "x", 100) == (b"0123456789", 10)
     assert files.read_start(store / "empty", 4) == (b"", 0)
     assert files.read_range(store / "x", 4, 3) == b"456"
-    assert bytes(files.view(store / "x")) == b"0123456789"
+    assert bytes(files.read_view(store / "x")) == b"0123456789"
 
 
 def test_many_bytes_are_kept_at_hand_in_a_file_without_a_name(
@@ -137,11 +137,11 @@ def test_many_bytes_are_kept_at_hand_in_a_file_without_a_name(
     monkeypatch.setattr(objects, "_KEPT_BYTES_MAX", 250)
     for name in "abc":
         (store / name).write_bytes(name.encode() * 100)
-    held = files.fixed_view(store / "a")
-    assert [bytes(files.fixed_view(store / name)) for name in "abc"] == [b"a" * 100, b"b" * 100, b"c" * 100]
+    held = files.cached_view(store / "a")
+    assert [bytes(files.cached_view(store / name)) for name in "abc"] == [b"a" * 100, b"b" * 100, b"c" * 100]
     assert bytes(held) == b"a" * 100
     (store / "a").write_bytes(b"other")
-    assert bytes(files.fixed_view(store / "a")) == b"other"
+    assert bytes(files.cached_view(store / "a")) == b"other"
 
 
 # ---- once ------------------------------------------------------------------------------------------------
@@ -177,15 +177,15 @@ def test_a_name_with_our_own_bytes_is_ours_and_one_with_others_is_not(store: Obj
 
 def test_a_record_is_replaced_only_by_one_who_knows_what_it_says(store: ObjectPath) -> None:
     path = store / "record"
-    files.swap_durably(path, b"1", None)
-    before = files.stamp(path)
-    files.swap_durably(path, b"2", before)
+    files.compare_and_swap(path, b"1", None)
+    before = files.read_stamp(path)
+    files.compare_and_swap(path, b"2", before)
     with pytest.raises(FileExistsError):
-        files.swap_durably(path, b"3", before)
+        files.compare_and_swap(path, b"3", before)
     with pytest.raises(FileExistsError):
-        files.swap_durably(path, b"3", None)
-    with pytest.raises(LogFenced), files.alone(path):
-        files.swap_durably(path, b"3", before)
+        files.compare_and_swap(path, b"3", None)
+    with pytest.raises(LogFenced), files.refuse_second_writer(path):
+        files.compare_and_swap(path, b"3", before)
     assert path.read_bytes() == b"2"
 
 
@@ -193,5 +193,5 @@ def test_what_is_added_to_a_file_stands_behind_what_it_had(store: ObjectPath, tm
     for path in (store / "lines", tmp_path / "lines"):
         files.append(path, b"one\n")
         files.append(path, b"two\n")
-        with files.opened(path) as stream:
+        with files.open_for_reading(path) as stream:
             assert list(stream) == [b"one\n", b"two\n"]

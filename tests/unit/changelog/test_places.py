@@ -10,10 +10,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.format.trimmed import Trimmed, TrimmedTable, write_trimmed
-from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.format.trimmed import TrimmedTable, TrimRecord, write_trimmed
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
 from tailrace.changelog.maintain.sealer import Sealer
-from tailrace.changelog.read.offsets import Place, ending_place, starting_place
+from tailrace.changelog.read.offsets import LogOffset, ending_offset, starting_offset
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import ConfigError, LogTrimmed
@@ -77,28 +77,30 @@ def at(seconds: float) -> datetime:
 @pytest.mark.parametrize(
     ("position", "place"),
     [
-        (100, Place(0)), (110, Place(0, 2)), (119, Place(0, 2)), (120, Place(0, 4)), (130, Place(1)), (150, Place(1)),
-        (309, Place(2)), (310, Place(3)), (409, Place(3)), (420, Place(3, 12)), (430, Place(4)), (450, Place(4)),
+        (100, LogOffset(0)), (110, LogOffset(0, 2)), (119, LogOffset(0, 2)),
+        (120, LogOffset(0, 4)), (130, LogOffset(1)), (150, LogOffset(1)),
+        (309, LogOffset(2)), (310, LogOffset(3)), (409, LogOffset(3)),
+        (420, LogOffset(3, 12)), (430, LogOffset(4)), (450, LogOffset(4)),
     ],
 )  # fmt: skip
-def test_what_ended_up_to_a_position_lies_before_it(log: ChangeLog, position: int, place: Place) -> None:
-    assert starting_place(log, Lsn(position), TABLES) == place
-    assert ending_place(log, Lsn(position), TABLES) == place
+def test_what_ended_up_to_a_position_lies_before_it(log: ChangeLog, position: int, place: LogOffset) -> None:
+    assert starting_offset(log, Lsn(position), TABLES) == place
+    assert ending_offset(log, Lsn(position), TABLES) == place
 
 
 @pytest.mark.parametrize(
     ("second", "begin", "end"),
     [
-        (10, Place(0), Place(0, 2)), (11, Place(0, 2), Place(0, 4)),
-        (11.5, Place(0, 4), Place(0, 4)), (12, Place(0, 4), Place(2)), (20, Place(2), Place(3)),
-        (25, Place(3), Place(3)), (30, Place(3), Place(3, 12)), (41, Place(4), Place(4)),
+        (10, LogOffset(0), LogOffset(0, 2)), (11, LogOffset(0, 2), LogOffset(0, 4)),
+        (11.5, LogOffset(0, 4), LogOffset(0, 4)), (12, LogOffset(0, 4), LogOffset(2)), (20, LogOffset(2), LogOffset(3)),
+        (25, LogOffset(3), LogOffset(3)), (30, LogOffset(3), LogOffset(3, 12)), (41, LogOffset(4), LogOffset(4)),
     ],
 )  # fmt: skip
 def test_a_time_is_that_of_the_first_transaction_then_or_later(
-    log: ChangeLog, second: float, begin: Place, end: Place
+    log: ChangeLog, second: float, begin: LogOffset, end: LogOffset
 ) -> None:
-    assert starting_place(log, at(second), TABLES) == begin
-    assert ending_place(log, at(second), TABLES) == end
+    assert starting_offset(log, at(second), TABLES) == begin
+    assert ending_offset(log, at(second), TABLES) == end
 
 
 def test_a_transaction_of_another_table_that_was_committed_earlier_and_came_later_hides_nothing(tmp_path: Path) -> None:
@@ -118,21 +120,24 @@ def test_a_transaction_of_another_table_that_was_committed_earlier_and_came_late
     writer.close()
     log = ChangeLog.open(writer.path)
 
-    begin = starting_place(log, at(30), TABLES)
+    begin = starting_offset(log, at(30), TABLES)
     rows = [seq for batch in log.read(1, 1, after_seq=begin.seq) for seq in batch.data.column(change.SEQ).to_pylist()]
     assert 1 in rows, "it was committed then"
-    assert ending_place(log, at(29), TABLES) == begin
+    assert ending_offset(log, at(29), TABLES) == begin
 
 
 def test_a_commit_is_taken_with_everything_in_it(log: ChangeLog) -> None:
-    assert (starting_place(log, 3, TABLES), ending_place(log, 3, TABLES)) == (Place(2), Place(3))
-    assert starting_place(log, 5, TABLES) == starting_place(log, "latest", TABLES) == Place(4)
-    assert (starting_place(log, "earliest", TABLES), ending_place(log, "earliest", TABLES)) == (Place(0), Place(0))
+    assert (starting_offset(log, 3, TABLES), ending_offset(log, 3, TABLES)) == (LogOffset(2), LogOffset(3))
+    assert starting_offset(log, 5, TABLES) == starting_offset(log, "latest", TABLES) == LogOffset(4)
+    assert (starting_offset(log, "earliest", TABLES), ending_offset(log, "earliest", TABLES)) == (
+        LogOffset(0),
+        LogOffset(0),
+    )
 
 
 @pytest.mark.parametrize("point", [0, 6, Lsn(451)])
 def test_what_the_log_does_not_have_yet_is_told(log: ChangeLog, point: int | Lsn) -> None:
-    for place, option in ((starting_place, "startingPosition"), (ending_place, "endingPosition")):
+    for place, option in ((starting_offset, "startingPosition"), (ending_offset, "endingPosition")):
         with pytest.raises(ConfigError) as caught:
             place(log, point, TABLES)
         assert f"`{option}`" in caught.value.hint
@@ -141,8 +146,8 @@ def test_what_the_log_does_not_have_yet_is_told(log: ChangeLog, point: int | Lsn
 def test_a_time_that_the_log_was_not_read_up_to_is_refused_as_a_start_and_is_an_end(log: ChangeLog) -> None:
     ahead = datetime.now(UTC) + timedelta(hours=1)
     with pytest.raises(ConfigError, match=r"has not been read up to this time.*`latest`"):
-        starting_place(log, ahead, TABLES)
-    assert ending_place(log, ahead, TABLES) == Place(4)
+        starting_offset(log, ahead, TABLES)
+    assert ending_offset(log, ahead, TABLES) == LogOffset(4)
 
 
 def test_a_time_is_reached_by_the_sources_clock_too_and_by_commits_of_a_quiet_source(tmp_path: Path) -> None:
@@ -150,19 +155,19 @@ def test_a_time_is_reached_by_the_sources_clock_too_and_by_commits_of_a_quiet_so
     diary.commit(inserts(1), at=1_000_000)
     asked = datetime.now(UTC)
     with pytest.raises(ConfigError, match="not been read up to"):
-        starting_place(ChangeLog.open(diary.path), asked, TABLES)
+        starting_offset(ChangeLog.open(diary.path), asked, TABLES)
     diary.commit()
-    assert starting_place(ChangeLog.open(diary.path), asked, TABLES) == Place(2)
+    assert starting_offset(ChangeLog.open(diary.path), asked, TABLES) == LogOffset(2)
     ahead = asked + timedelta(minutes=1)
     diary.commit(inserts(2), at=round((asked.timestamp() + 90) * 1e6))
     diary.close()
-    assert starting_place(ChangeLog.open(diary.path), ahead, TABLES) == Place(2)
+    assert starting_offset(ChangeLog.open(diary.path), ahead, TABLES) == LogOffset(2)
 
 
 def test_a_time_before_the_first_transaction_may_lie_before_the_log_and_is_refused(log: ChangeLog) -> None:
     with pytest.raises(ConfigError, match=r"the log begins later than that.*`earliest` gives all that it has"):
-        starting_place(log, at(9), TABLES)
-    assert ending_place(log, at(9), TABLES) == Place(0)
+        starting_offset(log, at(9), TABLES)
+    assert ending_offset(log, at(9), TABLES) == LogOffset(0)
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -180,9 +185,9 @@ def test_a_start_from_before_the_log_was_begun_is_refused_and_one_from_then_on_i
     made = ChangeLog.open(diary.path)
     for point in (Lsn(99), before - timedelta(seconds=1)):
         with pytest.raises(ConfigError, match="the log begins later"):
-            starting_place(made, point, TABLES)
-    assert starting_place(made, Lsn(100), TABLES) == Place(1)
-    assert starting_place(made, begun, TABLES) == Place(1)
+            starting_offset(made, point, TABLES)
+    assert starting_offset(made, Lsn(100), TABLES) == LogOffset(1)
+    assert starting_offset(made, begun, TABLES) == LogOffset(1)
 
 
 def test_a_start_from_before_what_is_kept_is_refused_and_told_what_is_possible(tmp_path: Path) -> None:
@@ -191,7 +196,7 @@ def test_a_start_from_before_what_is_kept_is_refused_and_told_what_is_possible(t
         diary.commit(inserts(1), at=10_000_000)
         seal(diary.path)
         with Sealer(diary.path) as sealer:
-            trim(sealer, Policy(age_seconds=0.0), now=4e9)
+            trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
         diary.commit(inserts(2), at=20_000_000)
         diary.commit(inserts(3), at=30_000_000)
         diary.close()
@@ -199,10 +204,10 @@ def test_a_start_from_before_what_is_kept_is_refused_and_told_what_is_possible(t
         assert trimmed.trimmed().commit == 1
         for point in (Lsn(50), at(9), at(10), at(19)):
             with pytest.raises(LogTrimmed, match=r"no longer holds what it held then.*`earliest`"):
-                starting_place(trimmed, point, TABLES)
-        assert starting_place(trimmed, Lsn(100), TABLES) == Place(1)
-        assert starting_place(trimmed, at(20), TABLES) == Place(1), "what is kept begins at that very time"
-        assert starting_place(trimmed, at(21), TABLES) == Place(2)
+                starting_offset(trimmed, point, TABLES)
+        assert starting_offset(trimmed, Lsn(100), TABLES) == LogOffset(1)
+        assert starting_offset(trimmed, at(20), TABLES) == LogOffset(1), "what is kept begins at that very time"
+        assert starting_offset(trimmed, at(21), TABLES) == LogOffset(2)
 
 
 def test_a_place_of_one_table_is_not_hindered_by_another_of_which_rows_are_gone(tmp_path: Path) -> None:
@@ -214,8 +219,8 @@ def test_a_place_of_one_table_is_not_hindered_by_another_of_which_rows_are_gone(
         diary.close()
         made = ChangeLog.open(diary.path)
         made.schemas.load()
-        mine, other = (made.numbers(str(schema.table))[0] for schema in (SHOP, OTHER))
-        write_trimmed(diary.path, Trimmed(tables={other: TrimmedTable(last_seq=6, commit=3, rows=3, bytes=1)}))
+        mine, other = (made.table_numbers(str(schema.table))[0] for schema in (SHOP, OTHER))
+        write_trimmed(diary.path, TrimRecord(tables={other: TrimmedTable(last_seq=6, commit=3, rows=3, bytes=1)}))
         made = ChangeLog.open(diary.path)
-        assert starting_place(made, at(20), frozenset([mine])) == Place(1)
-        assert starting_place(made, Lsn(150), frozenset([mine])) == Place(1)
+        assert starting_offset(made, at(20), frozenset([mine])) == LogOffset(1)
+        assert starting_offset(made, Lsn(150), frozenset([mine])) == LogOffset(1)

@@ -149,7 +149,7 @@ def index(writer: LogWriter, folder: LogPath) -> LogIndex:
 
 
 def test_an_index_of_nothing_knows_where_it_is(index: LogIndex) -> None:
-    assert (index.commit, index.position, index.rows, index.captured(1)) == (0, ZERO, 0, 0)
+    assert (index.last_commit, index.position, index.rows, index.rows_captured(1)) == (0, ZERO, 0, 0)
     assert index.next_seq(0) == 1
     assert index.pending(1, 0, 99) == []
     assert index.commit_at(Lsn(1000)) == 0
@@ -157,12 +157,12 @@ def test_an_index_of_nothing_knows_where_it_is(index: LogIndex) -> None:
 
 def test_an_index_grows_to_where_it_is_told_and_then_on(index: LogIndex) -> None:
     index.grow(3)
-    assert (index.commit, index.position, index.rows, index.transactions) == (3, Lsn(300), 4, 2)
-    assert (index.captured(1), index.captured(2)) == (3, 1)
+    assert (index.last_commit, index.position, index.rows, index.transactions) == (3, Lsn(300), 4, 2)
+    assert (index.rows_captured(1), index.rows_captured(2)) == (3, 1)
     index.grow()
     index.grow()
-    assert (index.commit, index.position, index.rows, index.transactions) == (5, Lsn(500), 5, 3)
-    assert (index.captured(1), index.captured(2), index.captured(3)) == (4, 1, 0)
+    assert (index.last_commit, index.position, index.rows, index.transactions) == (5, Lsn(500), 5, 3)
+    assert (index.rows_captured(1), index.rows_captured(2), index.rows_captured(3)) == (4, 1, 0)
     assert [index.next_seq(commit) for commit in range(6)] == [1, 1, 3, 5, 5, 6]
     assert index.end_of(2) == Lsn(200)
     assert index.bytes > 0
@@ -213,4 +213,4 @@ def test_an_index_does_not_grow_over_a_gap(index: LogIndex, folder: LogPath) -> 
     (folder / "hot" / f"{3:020d}.arrow").unlink()
     with pytest.raises(LogCorrupt, match="missing"):
         index.grow()
-    assert (index.commit, index.captured(1)) == (2, 2)
+    assert (index.last_commit, index.rows_captured(1)) == (2, 2)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tailrace.changelog.format.trimmed import NOTHING, Trimmed, read_trimmed, write_trimmed
-from tailrace.changelog.maintain.retention import Policy, Trim, disk_bytes, held, trim
-from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.format.trimmed import NOTHING_TRIMMED, TrimRecord, read_trimmed, write_trimmed
+from tailrace.changelog.maintain.retention import RetentionPolicy, TrimResult, disk_bytes, hold_usages, trim
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
 from tailrace.changelog.read import consumers
-from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.read.consumers import TableProgress, write_table_progress
 from tailrace.changelog.read.index import LogIndex
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogCorrupt, LogTrimmed
@@ -45,18 +45,18 @@ DAY = 86_400.0
 NUMBERS = {SHOP: 1, OTHER: 2, THIRD: 3}
 
 
-def let_go(path: LogPath, *, days: float = 1.0, **policy: Any) -> Trim:
+def let_go(path: LogPath, *, days: float = 1.0, **policy: Any) -> TrimResult:
     """Trim as one who comes so many days later; by default all that nobody needs is old enough then."""
     with Sealer(path) as sealer:
-        return trim(sealer, Policy(**{"age_seconds": 0.0, **policy}), now=time.time() + days * DAY)
+        return trim(sealer, RetentionPolicy(**{"age_seconds": 0.0, **policy}), now=time.time() + days * DAY)
 
 
 def tables_hold(path: LogPath, *hints: tuple[TableSchema, int, int]) -> None:
     """As if lake tables had covered no more than a commit and a `_seq`."""
-    leave_hints(
+    write_table_progress(
         path,
         [
-            TableHint(table=schema.table, numbers=(NUMBERS[schema],), commit=commit, seq=seq)
+            TableProgress(table=schema.table, numbers=(NUMBERS[schema],), commit=commit, seq=seq)
             for schema, commit, seq in hints
         ],
     )
@@ -85,7 +85,7 @@ def numbers_kept(path: LogPath) -> dict[int, list[int]]:
 
 def test_rows_younger_than_the_policy_says_are_kept_and_older_ones_go(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),), (inserts(2),))
-    assert let_go(diary.path, days=6.9, age_seconds=7 * DAY) == Trim()
+    assert let_go(diary.path, days=6.9, age_seconds=7 * DAY) == TrimResult()
     assert read_all(diary.path) == diary.rows()
     done = let_go(diary.path, days=7.1, age_seconds=7 * DAY)
     # One file and one row are the schema stream's.
@@ -97,7 +97,7 @@ def test_rows_younger_than_the_policy_says_are_kept_and_older_ones_go(diary: Dia
 
 def test_without_an_age_everything_is_kept_for_ever(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
-    assert let_go(diary.path, days=40_000, age_seconds=None) == Trim()
+    assert let_go(diary.path, days=40_000, age_seconds=None) == TrimResult()
 
 
 def test_what_is_not_sealed_is_never_let_go(diary: Diary) -> None:
@@ -129,7 +129,7 @@ def test_commits_that_are_gone_leave_neither_their_own_files_nor_their_large_one
     diary.commit(inserts(4))
     with Sealer(diary.path) as sealer:
         sealer.seal()
-        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     diary.commit(inserts(5))
     seal(diary.path, grace_seconds=300)
     assert_nothing_left_over_of(diary.path, 2)
@@ -144,8 +144,8 @@ def assert_nothing_left_over_of(path: LogPath, commit: int) -> None:
 def test_a_clock_that_jumped_back_only_keeps_more(diary: Diary, jump_days: float) -> None:
     write_sealed(diary, (inserts(1),))
     list(ChangeLog.open(diary.path).follow(0, consumer="reader"))
-    assert let_go(diary.path, days=jump_days) == Trim()
-    assert [found.state for found in held(ChangeLog.open(diary.path), now=0.0)] == ["live"]
+    assert let_go(diary.path, days=jump_days) == TrimResult()
+    assert [found.state for found in hold_usages(ChangeLog.open(diary.path), now=0.0)] == ["live"]
 
 
 def test_rows_are_as_old_as_they_were_written_whatever_the_clock_said_when_they_were_sealed(diary: Diary) -> None:
@@ -153,8 +153,8 @@ def test_rows_are_as_old_as_they_were_written_whatever_the_clock_said_when_they_
     later = time.time()
     seal(diary.path)
     with Sealer(diary.path) as sealer:
-        assert trim(sealer, Policy(age_seconds=3600.0), now=later + 3500).rows == 0
-        assert trim(sealer, Policy(age_seconds=3600.0), now=later + 3601).rows == 2
+        assert trim(sealer, RetentionPolicy(age_seconds=3600.0), now=later + 3500).rows == 0
+        assert trim(sealer, RetentionPolicy(age_seconds=3600.0), now=later + 3601).rows == 2
 
 
 def test_a_clock_that_jumped_forward_takes_nothing_from_a_lake_table(diary: Diary) -> None:
@@ -184,7 +184,7 @@ def test_a_quiet_table_holds_nothing_however_old_its_place_is(diary: Diary) -> N
     tables_hold(diary.path, (OTHER, 1, 2), (SHOP, 4, 5))
     let_go(diary.path)
     assert numbers_kept(diary.path) == {}
-    assert [found.state for found in held(ChangeLog.open(diary.path))] == ["live", "live"]
+    assert [found.state for found in hold_usages(ChangeLog.open(diary.path))] == ["live", "live"]
     # It has lost nothing, and says so by reading on.
     diary.commit(inserts(11, schema=OTHER))
     assert rows_of(ChangeLog.open(diary.path).follow(1, table="public.other")) == diary.rows(4, OTHER)
@@ -231,7 +231,7 @@ def test_a_reader_of_all_tables_has_lost_nothing_when_only_the_shapes_are_gone(d
     follower = ChangeLog.open(diary.path).follow(consumer="reader")
     next(follower)
     tables_hold(diary.path)
-    assert [found.state for found in held(ChangeLog.open(diary.path))] == ["live"]
+    assert [found.state for found in hold_usages(ChangeLog.open(diary.path))] == ["live"]
     let_go(diary.path)
     assert read_all(diary.path) == diary.rows()
     assert len(list(follower)) == 1, "the second row is still there for it"
@@ -242,10 +242,10 @@ def test_a_reader_that_is_not_heard_of_for_too_long_holds_nothing_and_is_told(di
     log = ChangeLog.open(diary.path)
     next(log.follow(consumer="reader", expires_seconds=3 * DAY))
     let_go(diary.path, days=2.9)
-    assert [found.state for found in held(log, now=time.time() + 2.9 * DAY)] == ["live"]
+    assert [found.state for found in hold_usages(log, now=time.time() + 2.9 * DAY)] == ["live"]
     assert numbers_kept(diary.path) == {1: [1]}
     let_go(diary.path, days=3.1)
-    assert [found.state for found in held(log, now=time.time() + 3.1 * DAY)] == ["expired"]
+    assert [found.state for found in hold_usages(log, now=time.time() + 3.1 * DAY)] == ["expired"]
     assert numbers_kept(diary.path) == {}
     with pytest.raises(LogTrimmed):
         list(log.follow(consumer="reader"))
@@ -262,7 +262,7 @@ def test_what_a_forgotten_reader_held_goes(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
     next(ChangeLog.open(diary.path).follow(consumer="reader"))
     let_go(diary.path)
-    consumers.forget(diary.path, "reader")
+    consumers.forget_consumer(diary.path, "reader")
     let_go(diary.path)
     assert numbers_kept(diary.path) == {}
 
@@ -271,7 +271,7 @@ def test_what_each_holds_is_told(diary: Diary) -> None:
     write_sealed(diary, (inserts(1), inserts(10, 11, schema=OTHER)), (inserts(2),))
     next(ChangeLog.open(diary.path).follow(consumer="reader"))
     tables_hold(diary.path, (SHOP, 1, 1), (THIRD, 0, 0))
-    found = {item.hold.name: item for item in held(ChangeLog.open(diary.path))}
+    found = {item.hold.name: item for item in hold_usages(ChangeLog.open(diary.path))}
     assert {name: (item.state, item.rows) for name, item in found.items()} == {
         "reader": ("live", 6),
         "public.things": ("live", 1),
@@ -290,7 +290,7 @@ def test_the_oldest_that_nobody_needs_go_until_the_rest_fits(diary: Diary) -> No
     assert (done.files, done.detached) == (3, ())  # one of them is the schema stream's
     assert numbers_kept(diary.path) == {1: [2, 3, 4, 5]}
     assert disk_bytes(diary.path) <= size - 50_000 + 10_000  # the record of it takes room too
-    assert let_go(diary.path, age_seconds=None, bytes=size - 50_000) == Trim()
+    assert let_go(diary.path, age_seconds=None, bytes=size - 50_000) == TrimResult()
 
 
 def test_bytes_take_nothing_from_those_who_need_it(diary: Diary) -> None:
@@ -324,7 +324,7 @@ def test_the_one_who_holds_the_most_is_detached_and_nobody_else(diary: Diary, ca
     assert done.detached == ("public.things",)
     assert [(record.levelname, record.who) for record in caplog.records] == [("ERROR", "public.things")]  # type: ignore[attr-defined] # an extra
     log = ChangeLog.open(diary.path)
-    states = {item.hold.name: item.state for item in held(log)}
+    states = {item.hold.name: item.state for item in hold_usages(log)}
     assert states == {"public.things": "detached", "public.other": "live", "sales.third": "live"}
     assert log.trimmed().tables[1].why == "detached"
     assert numbers_kept(diary.path)[2] == numbers_kept(diary.path)[3] == [0, 1, 2, 3]
@@ -359,7 +359,7 @@ def test_where_many_hold_the_same_rows_all_who_lose_some_are_named_and_no_others
     for name, table in (("all", None), ("one", "public.things"), ("two", "public.things"), ("other", "public.other")):
         next(log.follow(table=table, consumer=name))
     done = let_go(diary.path, age_seconds=None, max_bytes=int((disk_bytes(diary.path) - 50_000) / 0.9))
-    lost = {item.hold.name for item in held(log) if item.state == "detached"}
+    lost = {item.hold.name for item in hold_usages(log) if item.state == "detached"}
     assert set(done.detached) == lost == {"all", "one", "two"}
     assert rows_of(log.follow(table="public.other", consumer="other")) == diary.rows(schema=OTHER)
 
@@ -367,13 +367,13 @@ def test_where_many_hold_the_same_rows_all_who_lose_some_are_named_and_no_others
 def test_under_the_limit_nobody_is_touched(diary: Diary) -> None:
     write_sealed(diary, (heavy(1),))
     tables_hold(diary.path, (SHOP, 0, 0))
-    assert let_go(diary.path, age_seconds=None, max_bytes=disk_bytes(diary.path) * 2) == Trim()
+    assert let_go(diary.path, age_seconds=None, max_bytes=disk_bytes(diary.path) * 2) == TrimResult()
 
 
 def test_what_is_not_sealed_yet_cannot_be_taken_from_anyone(diary: Diary) -> None:
     diary.commit(heavy(1))
     tables_hold(diary.path, (SHOP, 0, 0))
-    assert let_go(diary.path, age_seconds=None, max_bytes=1000) == Trim()
+    assert let_go(diary.path, age_seconds=None, max_bytes=1000) == TrimResult()
     assert read_all(diary.path) == diary.rows()
 
 
@@ -422,15 +422,15 @@ def test_an_index_counts_rows_that_are_gone_as_captured(diary: Diary) -> None:
     write_sealed(diary, (inserts(1, 2), inserts(10, schema=OTHER)), (inserts(3),))
     index = LogIndex(ChangeLog.open(diary.path))
     index.grow()
-    before = (index.rows, index.transactions, index.captured(1), index.captured(2), index.commit)
+    before = (index.rows, index.transactions, index.rows_captured(1), index.rows_captured(2), index.last_commit)
     tables_hold(diary.path, (OTHER, 0, 0))
     let_go(diary.path)
     for found in (index, LogIndex(ChangeLog.open(diary.path))):
         found.grow()
-        after = (found.rows, found.transactions, found.captured(1), found.captured(2), found.commit)
+        after = (found.rows, found.transactions, found.rows_captured(1), found.rows_captured(2), found.last_commit)
         assert after == before
-        assert found.lacks(1, 0) is not None
-        assert found.lacks(1, 4) is found.lacks(2, 0) is None
+        assert found.trimmed_after(1, 0) is not None
+        assert found.trimmed_after(1, 4) is found.trimmed_after(2, 0) is None
         assert found.pending(1, 0, 99) == []
         assert [item.rows for item in found.pending(2, 0, 99)] == [1]
 
@@ -438,8 +438,8 @@ def test_an_index_counts_rows_that_are_gone_as_captured(diary: Diary) -> None:
 @only_on_disk
 def test_the_record_survives_and_a_damaged_one_is_an_error_not_a_gap(quick: LogPath) -> None:
     quick.mkdir(parents=True)
-    assert read_trimmed(quick) == NOTHING
-    trimmed = Trimmed(commit=7, position=Lsn(99), next_seq=5, transactions=2, rows=4)
+    assert read_trimmed(quick) == NOTHING_TRIMMED
+    trimmed = TrimRecord(commit=7, position=Lsn(99), next_seq=5, transactions=2, rows=4)
     write_trimmed(quick, trimmed)
     assert read_trimmed(quick) == trimmed
     path = quick / "trimmed.json"
@@ -467,12 +467,12 @@ def test_trimming_again_and_sealing_on_count_nothing_twice(diary: Diary) -> None
     for round_ in range(3):
         for key in range(3):
             diary.commit(inserts(round_ * 10 + key), inserts(key, schema=OTHER))
-            seal(diary.path, limits=Limits(join_count=2))
+            seal(diary.path, limits=SealLimits(merge_count=2))
         tables_hold(diary.path, (OTHER, diary.writer.commit - 1, 0))
         let_go(diary.path)
         index = LogIndex(ChangeLog.open(diary.path))
         index.grow()
-        assert (index.rows, index.captured(1), index.captured(2)) == (
+        assert (index.rows, index.rows_captured(1), index.rows_captured(2)) == (
             len(diary.noted),
             len(diary.rows(schema=SHOP)),
             len(diary.rows(schema=OTHER)),

@@ -5,41 +5,41 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tailrace.changelog.format.schemas import Schemas
+from tailrace.changelog.format.schemas import LogSchemas
 from tailrace.model.schema import TableId
 from tests.support.changes import SHOP
 
 
 def test_a_table_is_found_by_its_name_and_by_its_relation(tmp_path: Path) -> None:
-    schemas = Schemas(tmp_path)
-    assert schemas.called(SHOP.table, SHOP.relation) == []
+    schemas = LogSchemas(tmp_path)
+    assert schemas.current_numbers(SHOP.table, SHOP.relation) == []
     first = schemas.record(SHOP)
-    assert schemas.called(SHOP.table, None) == [first.table]
-    assert schemas.called(TableId("public", "nobody"), SHOP.relation) == [first.table]
-    assert schemas.called(TableId("public", "nobody"), None) == []
+    assert schemas.current_numbers(SHOP.table, None) == [first.table]
+    assert schemas.current_numbers(TableId("public", "nobody"), SHOP.relation) == [first.table]
+    assert schemas.current_numbers(TableId("public", "nobody"), None) == []
 
 
 def test_one_that_was_dropped_and_made_again_has_two_numbers(tmp_path: Path) -> None:
-    schemas = Schemas(tmp_path)
+    schemas = LogSchemas(tmp_path)
     first = schemas.record(SHOP)
-    assert schemas.called(SHOP.table, SHOP.relation) == [first.table]
+    assert schemas.current_numbers(SHOP.table, SHOP.relation) == [first.table]
     second = schemas.record(replace(SHOP, relation=SHOP.relation + 1))
-    assert schemas.called(SHOP.table, SHOP.relation) == [first.table, second.table]
+    assert schemas.current_numbers(SHOP.table, SHOP.relation) == [first.table, second.table]
 
 
 def test_after_a_rename_the_old_name_is_nobodys(tmp_path: Path) -> None:
-    schemas = Schemas(tmp_path)
+    schemas = LogSchemas(tmp_path)
     first = schemas.record(SHOP)
     renamed = replace(SHOP, table=TableId(SHOP.table.schema, "renamed"))
-    assert schemas.called(SHOP.table, None) == [first.table]
+    assert schemas.current_numbers(SHOP.table, None) == [first.table]
     assert schemas.record(renamed).table == first.table
-    assert schemas.called(SHOP.table, None) == []
-    assert schemas.called(renamed.table, None) == [first.table]
-    assert schemas.called(SHOP.table, SHOP.relation) == [first.table]
+    assert schemas.current_numbers(SHOP.table, None) == []
+    assert schemas.current_numbers(renamed.table, None) == [first.table]
+    assert schemas.current_numbers(SHOP.table, SHOP.relation) == [first.table]
 
 
 def test_one_that_another_thread_finds_meanwhile_disturbs_nobody(tmp_path: Path) -> None:
-    schemas = Schemas(tmp_path)
+    schemas = LogSchemas(tmp_path)
     first, second = schemas.record(SHOP), schemas.record(replace(SHOP, relation=SHOP.relation + 1))
     found = iter(range(2, 9))
 
@@ -47,5 +47,5 @@ def test_one_that_another_thread_finds_meanwhile_disturbs_nobody(tmp_path: Path)
         schemas.record(replace(SHOP, relation=SHOP.relation + next(found)))
         return True
 
-    assert schemas.matching(wanted) == {first.table, second.table}
-    assert len(schemas.matching(lambda _: True)) == 4
+    assert schemas.numbers_matching(wanted) == {first.table, second.table}
+    assert len(schemas.numbers_matching(lambda _: True)) == 4

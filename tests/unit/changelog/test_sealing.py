@@ -13,8 +13,8 @@ import pytest
 
 from tailrace.changelog.format.commit_file import commit_path
 from tailrace.changelog.format.seal import commits_path, seal_path
-from tailrace.changelog.maintain.seal_writer import Sizes
-from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.maintain.seal_writer import SealFileSizes
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogBusy, LogCorrupt, LogUnusable
@@ -46,7 +46,7 @@ from tests.support.windows import SOURCE
 
 PLACES = ("disk", "store")
 
-PAIRS = Limits(join_count=2)
+PAIRS = SealLimits(merge_count=2)
 """Every two seals become one."""
 
 
@@ -69,7 +69,7 @@ def test_a_row_is_the_same_before_sealing_in_the_grace_period_and_after(diary: D
 @pytest.mark.parametrize("commits", [1, 3, 100])
 def test_each_row_comes_with_the_version_of_its_shape_it_was_written_with(diary: Diary, commits: int) -> None:
     write_everything(diary)
-    seal(diary.path, join=False, limits=Limits(commits=commits))
+    seal(diary.path, join=False, limits=SealLimits(commits=commits))
     found = in_order(rows_of(ChangeLog.open(diary.path).follow(table=str(SHOP.table))))
     assert found == diary.rows(schema=SHOP)
     assert [row.schema for row in found] == [SHOP] * 10 + [WIDER] * 3 + [RETYPED] * 3
@@ -180,7 +180,7 @@ def test_a_reader_that_stops_at_any_batch_while_the_log_is_sealed_joined_and_cle
         diary = Diary(quick / str(paused))
         write_a_little(diary)
         if sealed_before:
-            seal(diary.path, join=False, limits=Limits(commits=2))
+            seal(diary.path, join=False, limits=SealLimits(commits=2))
         reader = ChangeLog.open(diary.path).follow(0, table=table)
         found = list(itertools.islice(reader, paused))
         ended = len(found) < paused
@@ -236,9 +236,9 @@ def test_of_a_run_of_commits_without_rows_a_seal_lists_only_the_last(diary: Diar
         diary.commit(*given)
     seal(diary.path)
     log = ChangeLog.open(diary.path)
-    log.cold.refresh()
-    (sealed,) = log.cold.seals
-    listed = log.cold.commits(sealed)
+    log.seal_index.refresh()
+    (sealed,) = log.seal_index.seals
+    listed = log.seal_index.commit_list(sealed)
     assert listed.commit.tolist() == [2, 3, 6, 7, 8, 10]
     assert listed.end.tolist() == [200, 300, 600, 700, 800, 1000]
     assert listed.next_seq.tolist() == [1, 2, 2, 3, 4, 4]
@@ -252,7 +252,7 @@ def test_commits_without_rows_alone_make_a_seal_without_files(diary: Diary) -> N
     seal(diary.path)
     log = ChangeLog.open(diary.path)
     assert log.newest() == 3
-    assert log.cold.seals[0].files == ()
+    assert log.seal_index.seals[0].files == ()
     assert list(log.follow(0)) == []
     diary.commit(inserts(1))
     assert rows_of(log.follow(0)) == diary.rows()
@@ -267,14 +267,14 @@ def test_sealing_nothing_and_sealing_again_do_nothing(diary: Diary) -> None:
         assert (done.seals, done.commits, done.rows, told) == (1, 1, 1, [(1, 1)])
         assert done.bytes > 0
         assert sealer.seal().seals == 0
-        assert sealer.unsealed() == (2, 1)
+        assert sealer.unsealed_range() == (2, 1)
 
 
 def test_progress_is_told_seal_by_seal(diary: Diary) -> None:
     for key in range(5):
         diary.commit(inserts(key))
     told: list[tuple[int, int]] = []
-    with Sealer(diary.path, limits=Limits(commits=2)) as sealer:
+    with Sealer(diary.path, limits=SealLimits(commits=2)) as sealer:
         assert sealer.seal(lambda done, of: told.append((done, of))).seals == 3
     assert told == [(2, 5), (4, 5), (5, 5)]
 
@@ -282,10 +282,10 @@ def test_progress_is_told_seal_by_seal(diary: Diary) -> None:
 def test_a_seal_ends_before_the_commit_that_would_make_it_too_large(diary: Diary) -> None:
     for key in range(4):
         diary.commit(inserts(key, big="x" * 10_000))
-    seal(diary.path, join=False, limits=Limits(bytes=25_000))
+    seal(diary.path, join=False, limits=SealLimits(bytes=25_000))
     log = ChangeLog.open(diary.path)
-    log.cold.refresh()
-    assert [(found.first, found.last) for found in log.cold.seals] == [(1, 2), (3, 4)]
+    log.seal_index.refresh()
+    assert [(found.first, found.last) for found in log.seal_index.seals] == [(1, 2), (3, 4)]
 
 
 def test_two_who_seal_at_once_are_told_apart(diary: Diary) -> None:
@@ -304,7 +304,7 @@ def test_a_damaged_commit_stops_sealing_and_leaves_nothing(diary: Diary) -> None
     content = bytearray(path.read_bytes())
     content[-2500] ^= 1
     path.write_bytes(content)
-    with Sealer(diary.path, limits=Limits(sizes=Sizes(group_rows=1))) as sealer:
+    with Sealer(diary.path, limits=SealLimits(file_sizes=SealFileSizes(group_rows=1))) as sealer:
         with pytest.raises(LogCorrupt):
             sealer.seal()
         assert stored_files(diary.path, "cold/*", "cold/files/*/*", "cold/files/*/.*") == set()

@@ -21,7 +21,7 @@ from tailrace.errors import ConfigError
 from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import Column, TableSchema
-from tailrace.model.system_streams import MESSAGE_STREAM, SCHEMA_NUMBER
+from tailrace.model.system_streams import MESSAGE_STREAM, SCHEMA_STREAM_NUMBER
 from tests.support.changes import SHOP, Change, insert
 from tests.support.logs import OTHER, Diary, Given, glob_rows, in_order, inserts, read_all, rows_of, seal
 from tests.support.windows import SOURCE, named
@@ -86,7 +86,7 @@ def test_following_shapes_from_a_commit_and_by_name(diary: Diary) -> None:
     ]
     assert [row.seq for row in rows_of(log.follow(table="schema", consumer="shapes"))] == [1, 2, 3]
     assert list(log.follow(table="schema", consumer="shapes")) == []
-    assert [row["table"] for row in glob_rows(diary.path, SCHEMA_NUMBER)] == [1, 2]
+    assert [row["table"] for row in glob_rows(diary.path, SCHEMA_STREAM_NUMBER)] == [1, 2]
 
 
 def test_shapes_take_no_number_of_the_rows_and_are_not_among_them(diary: Diary) -> None:
@@ -97,7 +97,7 @@ def test_shapes_take_no_number_of_the_rows_and_are_not_among_them(diary: Diary) 
     assert [row.seq for row in in_order(rows_of(log.follow(0)))] == [1, 2, 3]
     index = LogIndex(log)
     index.grow()
-    assert (index.rows, index.captured(1), index.captured(2)) == (3, 2, 1)
+    assert (index.rows, index.rows_captured(1), index.rows_captured(2)) == (3, 2, 1)
     log.schemas.load()
     assert [version.schema for version in log.schemas.latest()] == [WIDER, OTHER]
 

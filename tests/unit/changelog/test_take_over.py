@@ -21,7 +21,7 @@ import pytest
 
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogFenced
-from tailrace.pipeline.capture.log_capture import OwnLog
+from tailrace.pipeline.capture.log_capture import LeasedLogWriter
 from tests.support.pipelines import eventually
 from tests.support.windows import SOURCE, ids, rows_window
 
@@ -102,7 +102,7 @@ def assert_whole(folder: Path, told: Sequence[dict[int, int]]) -> None:
 
 
 def made(folder: Path) -> Path:
-    log = OwnLog.open(folder, SOURCE, take_over=False)
+    log = LeasedLogWriter.open(folder, SOURCE, take_over=False)
     log.append(rows_window(0, 100, 0))
     log.close()
     return folder
@@ -125,7 +125,7 @@ def test_of_two_writers_in_threads_the_one_that_was_taken_over_is_refused(folder
     begun = threading.Event()
 
     def write(turn: int, *, take_over: bool, wins: int) -> None:
-        log = OwnLog.open(folder, SOURCE, take_over=take_over)
+        log = LeasedLogWriter.open(folder, SOURCE, take_over=take_over)
         try:
             for key in range(turn * ENDLESS + 1, turn * ENDLESS + 1 + wins):
                 begin = log.position.value
@@ -181,7 +181,7 @@ def test_a_writer_stopped_anywhere_across_a_take_over_wakes_up_to_find_it_has_lo
         stopped.wait_for_wins(5)
         time.sleep(chance.random() / 50)
         stopped.stop_still()
-        log = OwnLog.open(folder, SOURCE, take_over=True)
+        log = LeasedLogWriter.open(folder, SOURCE, take_over=True)
         wins = dict[int, int]()
         for key in range(name * 1_000_000 + 900_000, name * 1_000_000 + 900_000 + 5):
             begin = log.position.value
@@ -204,7 +204,7 @@ def test_a_writer_that_wakes_before_its_successor_has_written_rows_cannot_commit
     stopped = start(ended, folder, 1, ENDLESS)
     stopped.wait_for_wins(5)
     stopped.stop_still()
-    log = OwnLog.open(folder, SOURCE, take_over=True)
+    log = LeasedLogWriter.open(folder, SOURCE, take_over=True)
     fence = log.commit
     assert ChangeLog.open(folder).header(fence).rows == 0, "an empty commit has taken the number"
     stopped.go_on()

@@ -18,7 +18,7 @@ import pytest
 from tailrace.changelog.format.commit_file import commit_path
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write import writer as writer_module
-from tailrace.changelog.write.log_lease import Lease
+from tailrace.changelog.write.log_lease import LogLease
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced
 from tailrace.storage import files
@@ -39,7 +39,7 @@ class NoLease:
 @pytest.fixture
 def rivals(filled: LogPath, monkeypatch: pytest.MonkeyPatch) -> tuple[LogWriter, LogWriter]:
     """Two writers of one log, both at commit 3, neither knowing of the other."""
-    monkeypatch.setattr(writer_module, "Lease", NoLease)
+    monkeypatch.setattr(writer_module, "LogLease", NoLease)
     return LogWriter(filled, SOURCE), LogWriter(filled, SOURCE)
 
 
@@ -117,9 +117,9 @@ def test_what_a_writer_publishes_is_what_that_writer_wrote(
     rivals: tuple[LogWriter, LogWriter], filled: LogPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = rivals
-    write, written, go_on = files.write_aside, threading.Event(), threading.Event()
+    write, written, go_on = files.write_temp, threading.Event(), threading.Event()
 
-    def write_and_hold_back_the_rival(path: files.Aside, parts: Sequence[bytes | memoryview]) -> None:
+    def write_and_hold_back_the_rival(path: files.TempFile, parts: Sequence[bytes | memoryview]) -> None:
         write(path, parts)
         if threading.current_thread() is rival:
             written.set()
@@ -137,7 +137,7 @@ def test_what_a_writer_publishes_is_what_that_writer_wrote(
             refused.append(error)
 
     rival = threading.Thread(target=append)
-    monkeypatch.setattr(files, "write_aside", write_and_hold_back_the_rival)
+    monkeypatch.setattr(files, "write_temp", write_and_hold_back_the_rival)
     one.append(rows_window(300, 400, 10))
     go_on.set()
     rival.join()
@@ -177,7 +177,7 @@ def test_writers_that_race_leave_no_gap_and_no_fork(rivals: tuple[LogWriter, Log
 def test_a_second_writer_waits_and_is_then_told_who_holds_the_log(
     writer: LogWriter, folder: LogPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "Lease", functools.partial(Lease, wait_seconds=0.3))
+    monkeypatch.setattr(writer_module, "LogLease", functools.partial(LogLease, wait_seconds=0.3))
     began = time.monotonic()
     with pytest.raises(LogBusy) as caught:
         LogWriter(folder, SOURCE)

@@ -22,16 +22,16 @@ from tailrace.changelog.format import commit_file
 from tailrace.changelog.format import seal as cold
 from tailrace.changelog.format.commit_file import commit_path
 from tailrace.changelog.maintain import verify, verify_files
-from tailrace.changelog.maintain.maintenance import Keeping, keep
-from tailrace.changelog.maintain.retention import Policy, trim
-from tailrace.changelog.maintain.sealer import Limits, Sealer
-from tailrace.changelog.maintain.verify_files import Numbers
+from tailrace.changelog.maintain.maintenance import MaintenancePolicy, maintain_once
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.verify_files import SeqDigest
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogUnusable
 from tailrace.model import change
 from tailrace.model.schema import Column
 from tailrace.storage import files, records
-from tailrace.storage.files import LogPath, below
+from tailrace.storage.files import LogPath, relative_name
 from tests.support.changes import SHOP, delete, insert, move, update
 from tests.support.logs import OTHER, STEP, THIRD, Diary, Given, inserts, quick_folder, seal
 from tests.support.windows import batch, finishing_window, open_window
@@ -70,8 +70,8 @@ def fill(path: Path) -> None:
             large_transaction(diary, [inserts(1001, 1002), inserts(5, schema=THIRD)], [inserts(1003)], [inserts(1004)])
         seal(path, join=False)
     with Sealer(path) as sealer:
-        everything = Policy(age_seconds=0.0)
-        sealer.log.cold.refresh()
+        everything = RetentionPolicy(age_seconds=0.0)
+        sealer.log.seal_index.refresh()
         trimmed = trim(sealer, everything, now=time.time() + 10)
         assert trimmed.rows
     for number in range(8):
@@ -80,8 +80,8 @@ def fill(path: Path) -> None:
         if number % 2:
             diary.commit()
         seal(path, join=False, grace_seconds=None)
-    with Sealer(path, limits=Limits(join_count=4)) as sealer:
-        sealer.join()
+    with Sealer(path, limits=SealLimits(merge_count=4)) as sealer:
+        sealer.merge_seals()
     diary.commit(inserts(1, 2, schema=THIRD))
     seal(path, join=False, grace_seconds=None)
     diary.commit(inserts(3, schema=NEXT_SHOP))
@@ -115,7 +115,7 @@ def flaws(path: Path) -> list[verify.Flaw]:
 
 
 def paths(path: Path) -> set[str]:
-    return {below(path, flaw.path) for flaw in flaws(path)}
+    return {relative_name(path, flaw.path) for flaw in flaws(path)}
 
 
 def some(found: list[Path]) -> list[Path]:
@@ -203,10 +203,10 @@ def covered(commit: bytes, at: int) -> bool:
 def test_a_file_that_was_removed_by_hand_is_found(log: Path, pattern: str) -> None:
     change_log = ChangeLog.open(log)
     newest = change_log.newest()
-    seals = change_log.cold.seals
+    seals = change_log.seal_index.seals
     needed = {file.file for seal in seals for file in seal.files}
     needed |= {f"cold/{seal.stem}{end}" for seal in seals for end in (".json", ".commits.parquet")}
-    needed |= {f"hot/{commit:020d}.arrow" for commit in range(change_log.cold.last + 1, newest + 1)}
+    needed |= {f"hot/{commit:020d}.arrow" for commit in range(change_log.seal_index.last_commit + 1, newest + 1)}
     for file in some(stored(log, pattern)):
         name = file.relative_to(log).as_posix()
         whole = file.read_bytes()
@@ -253,7 +253,7 @@ def test_what_is_left_of_a_log_is_looked_at_when_its_meta_is_damaged(log: Path) 
 
 def test_a_run_of_missing_commits_is_one_flaw(log: Path) -> None:
     change_log = ChangeLog.open(log)
-    first, newest = change_log.cold.last + 1 if change_log.newest() else 0, change_log.newest()
+    first, newest = change_log.seal_index.last_commit + 1 if change_log.newest() else 0, change_log.newest()
     assert newest - first >= 2
     for commit in range(first, newest):
         commit_path(log, commit).unlink()
@@ -342,7 +342,7 @@ def test_a_file_that_is_not_what_its_seal_says_is_found(diary: Diary, name: str,
     diary.commit(inserts(1, 2))
     diary.commit(inserts(3, 4))
     seal(diary.path)
-    (stem,) = [stem for _, _, stem in cold.stems(diary.path)]
+    (stem,) = [stem for _, _, stem in cold.seal_stems(diary.path)]
     listed = json.loads(cold.seal_path(diary.path, stem).read_text())["files"]
     shop = next(file for file in listed if file["table"] == 1)
     with_seal(diary.path, stem, files=[*(file for file in listed if file is not shop), {**shop, name: value}])
@@ -350,17 +350,17 @@ def test_a_file_that_is_not_what_its_seal_says_is_found(diary: Diary, name: str,
 
 
 def test_numbers_that_are_not_dense_are_told_from_those_that_are() -> None:
-    dense = Numbers.dense(5, 1005)
-    assert Numbers.of(np.arange(5, 300)) + Numbers.of(np.arange(300, 1005)) == dense
+    dense = SeqDigest.of_range(5, 1005)
+    assert SeqDigest.of(np.arange(5, 300)) + SeqDigest.of(np.arange(300, 1005)) == dense
     twice = np.arange(5, 1005)
     twice[10] = twice[11]
-    assert Numbers.of(twice) != dense
+    assert SeqDigest.of(twice) != dense
     swapped = np.arange(5, 1005)
     swapped[10], swapped[20] = swapped[10] - 3, swapped[20] + 3
-    assert Numbers.of(swapped).total == dense.total
-    assert Numbers.of(swapped) != dense
-    assert Numbers.dense(1 << 62, (1 << 62) + 3) == Numbers.of(np.arange(1 << 62, (1 << 62) + 3))
-    assert Numbers() == Numbers.dense(7, 7)
+    assert SeqDigest.of(swapped).total == dense.total
+    assert SeqDigest.of(swapped) != dense
+    assert SeqDigest.of_range(1 << 62, (1 << 62) + 3) == SeqDigest.of(np.arange(1 << 62, (1 << 62) + 3))
+    assert SeqDigest() == SeqDigest.of_range(7, 7)
 
 
 def test_lists_of_commits_longer_than_a_batch_are_read_piece_by_piece(
@@ -396,19 +396,19 @@ def test_a_link_that_leads_nowhere_or_is_missing_is_found_and_made_anew(
 def test_a_large_transaction_of_which_a_cleaning_has_removed_the_first_files_has_no_flaw(
     quick: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    diary, there = Diary(quick), files.is_there
+    diary, there = Diary(quick), files.file_exists
     large_transaction(diary, [inserts(1)], [inserts(2)])
     diary.commit()
 
     def cleaned(path: LogPath) -> bool:
         if path.parent.parent.name == "big":
-            monkeypatch.setattr(files, "is_there", there)
-            with Sealer(quick, limits=Limits(commits=1)) as sealer:
+            monkeypatch.setattr(files, "file_exists", there)
+            with Sealer(quick, limits=SealLimits(commits=1)) as sealer:
                 sealer.seal()
             shutil.rmtree(quick / "big")
         return there(path)
 
-    monkeypatch.setattr(files, "is_there", cleaned)
+    monkeypatch.setattr(files, "file_exists", cleaned)
     found = verify.verify(quick)
     assert (found.flaws, found.rows) == ((), 2)
 
@@ -429,9 +429,9 @@ def test_a_log_that_is_written_sealed_and_trimmed_meanwhile_has_no_flaw(quick: P
 
     def order() -> None:
         log = ChangeLog.open(quick)
-        keeping = Keeping(grace_seconds=0.0, policy=Policy(age_seconds=0.3))
+        keeping = MaintenancePolicy(grace_seconds=0.0, retention=RetentionPolicy(age_seconds=0.3))
         while not done.is_set():
-            keep(log, keeping, seal=True)
+            maintain_once(log, keeping, seal=True)
 
     with ThreadPoolExecutor() as pool:
         working = [pool.submit(write), pool.submit(order)]

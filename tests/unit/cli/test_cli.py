@@ -730,7 +730,7 @@ def test_a_log_line_is_a_fragment_and_its_fields(capsys: pytest.CaptureFixture[s
 
 def test_a_log_line_holds_no_secret_and_no_second_line(capsys: pytest.CaptureFixture[str]) -> None:
     log_lines.set_up("info")
-    log_lines.hide("postgresql://app:p%40ss-word@h/db")
+    log_lines.hide_passwords_of("postgresql://app:p%40ss-word@h/db")
     told = {"url": "postgres://u:other@h/db", "bare": "p@ss-word", "setting": "password='x y'"}
     logging.getLogger("tailrace").error("failed with p%40ss-word\nand more", extra=told)
     (line,) = lines(capsys.readouterr().err)
@@ -738,7 +738,7 @@ def test_a_log_line_holds_no_secret_and_no_second_line(capsys: pytest.CaptureFix
 
 
 def test_a_password_that_is_a_plain_name_leaves_messages_readable() -> None:
-    log_lines.hide("postgresql://tailrace:tailrace@h/shop")
+    log_lines.hide_passwords_of("postgresql://tailrace:tailrace@h/shop")
     assert log_lines.redact("run `tailrace check`: postgresql://tailrace:tailrace@h") == (
         "run `tailrace check`: postgresql://tailrace:***@h"
     )
@@ -775,7 +775,7 @@ def test_a_failed_table_must_say_why() -> None:
 
 
 def test_only_broken_tables_change_the_exit_code() -> None:
-    well = [table(state.value, state) for state in TableState if not state.broken]
+    well = [table(state.value, state) for state in TableState if not state.is_blocked]
     assert tables_exit_code(well) is ExitCode.OK
     assert tables_exit_code([*well, table("x", TableState.NEEDS_SNAPSHOT)]) is ExitCode.TABLE
 

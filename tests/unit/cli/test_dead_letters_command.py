@@ -10,12 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.write.log_lease import Lease
+from tailrace.changelog.write.log_lease import LogLease
 from tailrace.cli.main import main
-from tailrace.deadletters.store import Letters
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import ExitCode, ValueUnfit
 from tailrace.model.batch import ChangeBatch
-from tailrace.pipeline.status import APPLIER, NOTE
+from tailrace.pipeline.status import APPLIER_LEASE, STATUS_FILE
 from tests.support.changes import changes, insert, table_schema, update
 from tests.support.quiet import THINGS, Quiet
 
@@ -65,9 +65,11 @@ def test_a_date_that_pythons_calendar_does_not_have_is_shown_as_its_text(call: A
     (data,) = changes(shape, insert(7), first=9).combine_chunks().to_batches()
     far = pa.array([3_700_000], pa.int32()).view(pa.date32())
     data = data.set_column(data.schema.get_field_index("day"), "day", far)
-    rows = ChangeBatch(schema=shape, data=data).completed()
+    rows = ChangeBatch(schema=shape, data=data).with_all_columns()
     cause = ValueUnfit("a value cannot be that of a partition", table=THINGS, hint="Mend it.")
-    Letters(quiet.settings.log.path, THINGS).write(shape, quiet.cursor.seq, pa.table(rows), [cause], [], there=True)
+    DeadLetterStore(quiet.settings.log.path, THINGS).write(
+        shape, quiet.cursor.seq, pa.table(rows), [cause], [], there=True
+    )
     assert call("list")[0] == ExitCode.OK
     letter = json.loads(call("list", "--payload", "--json")[1])["letters"][-1]
     assert letter["payload"]["values"] == {"id": 7, "day": "12100-04-04"}
@@ -95,8 +97,8 @@ def test_a_replay_is_asked_for_and_who_will_do_it_is_said(call: Any, quiet: Quie
             f"nothing applies now: the next `tailrace run {quiet.file}` or `tailrace apply {quiet.file}` does it",
         ],
     )
-    assert Letters(quiet.settings.log.path, THINGS).asked is not None
-    held = Lease(quiet.settings.log.path, APPLIER)
+    assert DeadLetterStore(quiet.settings.log.path, THINGS).replay_requested_at is not None
+    held = LogLease(quiet.settings.log.path, APPLIER_LEASE)
     try:
         assert f"process {os.getpid()} that applies now takes it up" in call("replay", "public.things")[1]
     finally:
@@ -105,10 +107,10 @@ def test_a_replay_is_asked_for_and_who_will_do_it_is_said(call: Any, quiet: Quie
 
 def test_that_a_table_has_failed_is_said_for_then_nobody_tries_its_letters(call: Any, quiet: Quiet) -> None:
     call("list", "public.things", "--forget", "--seq", "2")
-    held = Lease(quiet.settings.log.path, APPLIER)
+    held = LogLease(quiet.settings.log.path, APPLIER_LEASE)
     try:
         note = {"tables": [{"schema": "public", "table": "things", "state": "failed"}]}
-        (quiet.settings.log.path / NOTE).write_text(json.dumps(note))
+        (quiet.settings.log.path / STATUS_FILE).write_text(json.dumps(note))
         said, told = call("replay")[1], json.loads(call("replay", "--json")[1])
     finally:
         held.release()
@@ -154,7 +156,7 @@ def test_a_pipeline_without_letters_says_so(tmp_path: Path, capsys: pytest.Captu
     made = Quiet(tmp_path / "other")
     made.load()
     note = {"tables": [{"schema": "public", "table": "things", "state": "live"}]}
-    (made.settings.log.path / NOTE).write_text(json.dumps(note))
+    (made.settings.log.path / STATUS_FILE).write_text(json.dumps(note))
     for arguments in (["list"], ["list", "public.things"], ["replay", "public.*"]):
         assert main(["dead-letters", str(made.file), *arguments]) == ExitCode.OK
         assert capsys.readouterr().out == "there are no dead letters\n"
@@ -169,7 +171,7 @@ def test_letters_that_no_key_can_be_asked_for_are_tried_as_they_are(
     made.apply()
     assert main(["dead-letters", str(made.file), "replay"]) == ExitCode.OK
     assert capsys.readouterr().out.startswith("public.things: 1 letter is tried again\n")
-    assert Letters(made.settings.log.path, THINGS).asked is not None
+    assert DeadLetterStore(made.settings.log.path, THINGS).replay_requested_at is not None
     main(["dead-letters", str(made.file), "list", "--json"])
     (letter,) = json.loads(capsys.readouterr().out)["letters"]
     assert ("a change of its own" in letter["hint"], letter["passed"]) == (True, False)
@@ -187,7 +189,7 @@ def test_a_version_that_its_row_has_gone_on_from_cannot_be_tried_again_and_that_
     said = capsys.readouterr().out
     assert said.startswith("public.things: 1 letter cannot be tried again, for the source no longer has the row")
     assert "list public.things --forget" in said
-    assert Letters(made.settings.log.path, THINGS).asked is None, "nobody is asked to"
+    assert DeadLetterStore(made.settings.log.path, THINGS).replay_requested_at is None, "nobody is asked to"
     main(["dead-letters", str(made.file), "replay", "--json"])
     told = json.loads(capsys.readouterr().out)
     assert (told["replayed"], told["kept"]) == ([], [{"schema": "public", "table": "things", "letters": 1}])

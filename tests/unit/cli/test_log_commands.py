@@ -16,14 +16,14 @@ import pytest
 import tailrace
 from tailrace.changelog.format.commit_file import commit_path
 from tailrace.changelog.maintain.sealer import Sealer
-from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.read.consumers import TableProgress, write_table_progress
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli import log_view
 from tailrace.cli.main import main
 from tailrace.control import log_actions
 from tailrace.errors import ExitCode
 from tailrace.model.schema import TableId
-from tailrace.pipeline.report import LogReader
+from tailrace.pipeline.report import LogReaderStatus
 from tests.support.logs import OTHER, WIDER, Diary, inserts
 
 SETTINGS = """\
@@ -178,8 +178,8 @@ def test_seal_says_what_it_did(call: Any, diary: Diary) -> None:
 
 
 def test_trim_says_what_went_and_who_holds_the_rest(call: Any, diary: Diary) -> None:
-    table = TableHint(table=TableId("public", "things"), numbers=(1,), commit=1, seq=2)
-    leave_hints(diary.path, [table])
+    table = TableProgress(table=TableId("public", "things"), numbers=(1,), commit=1, seq=2)
+    write_table_progress(diary.path, [table])
     assert "3 commits not sealed yet can go only after `tailrace log " in call("log", "trim")[1]
     call("log", "seal")
     assert call("log", "trim")[1].startswith("there was nothing to let go of"), "a week is kept"
@@ -225,7 +225,7 @@ def test_a_wrong_call_is_told_and_exits_2(call: Any, arguments: list[str], error
 
 def test_consumers_lists_tables_and_readers_and_forgets_one(call: Any, diary: Diary) -> None:
     assert call("consumers")[1] == "nobody has said what they need of this log\n"
-    leave_hints(diary.path, [TableHint(table=TableId("public", "things"), numbers=(1,), commit=1, seq=2)])
+    write_table_progress(diary.path, [TableProgress(table=TableId("public", "things"), numbers=(1,), commit=1, seq=2)])
     next(ChangeLog.open(diary.path).follow(table="public.other", consumer="nightly"))
     code, out, _ = call("consumers")
     rows = [line.split() for line in out.splitlines() if "public" in line]
@@ -242,7 +242,7 @@ def test_consumers_lists_tables_and_readers_and_forgets_one(call: Any, diary: Di
     assert len(json.loads(call("consumers", "--json")[1])["consumers"]) == 1
 
 
-def reader(**more: Any) -> LogReader:
+def reader(**more: Any) -> LogReaderStatus:
     given: dict[str, Any] = {
         "kind": "consumer",
         "name": "nightly",
@@ -257,7 +257,7 @@ def reader(**more: Any) -> LogReader:
         "seen_at": "2026-01-31T12:00:00.000Z",
         "expires_at": None,
     }
-    return LogReader(**(given | more))
+    return LogReaderStatus(**(given | more))
 
 
 def test_a_narrow_screen_leaves_out_what_is_needed_least(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from tailrace.cli.main import main
 from tailrace.errors import ExitCode
 from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import (
-    LoadDone,
+    LoadResult,
     LoadStatus,
     LogStatus,
     Observer,
@@ -94,11 +94,11 @@ def test_a_load_tells_how_far_it_is_how_fast_and_what_it_waits_for(load: LoadSta
 
 def test_a_load_of_one_chunk_goes_by_rows_and_one_of_many_by_chunks() -> None:
     one = replace(READING, chunks=1, chunks_done=0, rows=500)
-    assert load_view.share(table("a", load_rows_estimated=1000), one) == 0.5
-    assert load_view.share(table("a", load_rows_estimated=100), one) == 0.99, "the estimate is the server's"
-    assert load_view.share(table("a"), one) == 0.0
+    assert load_view.load_fraction(table("a", load_rows_estimated=1000), one) == 0.5
+    assert load_view.load_fraction(table("a", load_rows_estimated=100), one) == 0.99, "the estimate is the server's"
+    assert load_view.load_fraction(table("a"), one) == 0.0
     low = table("a", load_rows_estimated=5)
-    assert load_view.share(low, READING) == 11 / 40, "chunks know better than a low estimate"
+    assert load_view.load_fraction(low, READING) == 11 / 40, "chunks know better than a low estimate"
 
 
 def test_a_load_has_a_bar_and_a_paused_table_without_one_says_so() -> None:
@@ -155,7 +155,7 @@ def test_where_nothing_is_redrawn_each_load_has_a_line_every_few_seconds() -> No
 # ---- when they have ended
 
 
-LOADED = LoadDone(
+LOADED = LoadResult(
     landed_at=1.0, mode="replace", way="exact", rows=2_000_000, bytes=1 << 30, seconds=12.5, rows_per_second=160_000.0
 )
 
@@ -172,8 +172,8 @@ def first_load() -> list[TableStatus]:
 
 
 def seen(*ticks: TableStatus) -> list[str]:
-    loads = load_view.Loads()
-    return [load_view.loaded_line(done) for tick in ticks for done in loads.see([tick])]
+    loads = load_view.FinishedLoads()
+    return [load_view.loaded_line(done) for tick in ticks for done in loads.update([tick])]
 
 
 def test_a_load_that_has_landed_is_summed_up_once() -> None:
@@ -201,11 +201,11 @@ def test_a_load_that_was_given_up_is_not_called_loaded() -> None:
 
 
 def test_several_loads_have_a_sum() -> None:
-    loads = load_view.Loads()
+    loads = load_view.FinishedLoads()
     for tick in first_load():
-        loads.see([tick, replace(tick, table="others")])
-    assert load_view.loaded_text(loads.done).splitlines()[-1] == "loaded 2 tables: 4,000,000 rows · 2.0 GiB"
-    many = load_view.loaded_text(loads.done * 10).splitlines()
+        loads.update([tick, replace(tick, table="others")])
+    assert load_view.loaded_text(loads.finished).splitlines()[-1] == "loaded 2 tables: 4,000,000 rows · 2.0 GiB"
+    many = load_view.loaded_text(loads.finished * 10).splitlines()
     assert len(many) == load_view.LINES_MAX + 2
     assert many[-2] == "… and 10 more"
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import tailrace
-from tailrace.changelog.write.log_lease import Lease
+from tailrace.changelog.write.log_lease import LogLease
 from tailrace.cli import log_lines
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
 from tailrace.model.schema import TableId
-from tailrace.pipeline.status import APPLIER
-from tailrace.tasks.load_store import Hold, LoadMode, Seeds
+from tailrace.pipeline.status import APPLIER_LEASE
+from tailrace.tasks.load_store import LoadHold, LoadMode, LoadStore
 from tests.support.logs import OTHER, Diary, inserts
 
 SETTINGS = """\
@@ -44,8 +44,8 @@ def file(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def seeds(file: str) -> Seeds:
-    return Seeds(Path(file).parent / "log")
+def seeds(file: str) -> LoadStore:
+    return LoadStore(Path(file).parent / "log")
 
 
 @pytest.fixture
@@ -58,31 +58,31 @@ def call(capsys: pytest.CaptureFixture[str], file: str) -> Any:
     return called
 
 
-def test_a_load_is_asked_for_and_who_will_do_it_is_said(call: Any, seeds: Seeds, file: str) -> None:
+def test_a_load_is_asked_for_and_who_will_do_it_is_said(call: Any, seeds: LoadStore, file: str) -> None:
     code, out, err = call("public.things", "--mode", "refresh")
     assert (code, err) == (ExitCode.OK, "")
     first, note, last = out.splitlines()
     assert first == "public.things: it is read again", "there is nothing yet that it could differ from"
     assert note.startswith("note: the source was not asked which tables there are: the server cannot be reached")
     assert last == f"nothing applies now: the next `tailrace run {file}` or `tailrace apply {file}` does it"
-    (wish,) = seeds.wishes()
+    (wish,) = seeds.requests()
     assert (wish.table, wish.mode, wish.where) == (THINGS, LoadMode.REFRESH, None)
 
 
-def test_a_process_that_applies_now_is_named(call: Any, seeds: Seeds, file: str) -> None:
-    held = Lease(Path(file).parent / "log", APPLIER)
+def test_a_process_that_applies_now_is_named(call: Any, seeds: LoadStore, file: str) -> None:
+    held = LogLease(Path(file).parent / "log", APPLIER_LEASE)
     try:
         out = call("public.*")[1]
     finally:
         held.release()
     assert f"process {os.getpid()} that applies now takes it up within a second" in out
-    assert {wish.table for wish in seeds.wishes()} == {THINGS, OTHERS}
+    assert {wish.table for wish in seeds.requests()} == {THINGS, OTHERS}
 
 
-def test_tables_may_stand_before_and_behind_flags(call: Any, seeds: Seeds) -> None:
+def test_tables_may_stand_before_and_behind_flags(call: Any, seeds: LoadStore) -> None:
     code, out, _ = call("public.things", "--pause", "public.other", "--json")
     assert code == ExitCode.OK
-    assert seeds.held() == {THINGS: Hold.PAUSED, OTHERS: Hold.PAUSED}
+    assert seeds.holds() == {THINGS: LoadHold.PAUSED, OTHERS: LoadHold.PAUSED}
     told = json.loads(out)
     assert (told["action"], told["apply_pid"], told["name"]) == ("pause", None, "shop")
     assert [(table["schema"], table["table"], table["done"]) for table in told["tables"]] == [
@@ -91,13 +91,13 @@ def test_tables_may_stand_before_and_behind_flags(call: Any, seeds: Seeds) -> No
     ]
 
 
-def test_pause_resume_and_stop_without_a_table_mean_all(call: Any, seeds: Seeds) -> None:
+def test_pause_resume_and_stop_without_a_table_mean_all(call: Any, seeds: LoadStore) -> None:
     call("--pause")
-    assert set(seeds.held()) == {THINGS, OTHERS}
+    assert set(seeds.holds()) == {THINGS, OTHERS}
     assert "public.other: it is loaded" in call("--resume")[1]
-    assert seeds.held() == {}
+    assert seeds.holds() == {}
     call("--stop")
-    assert set(seeds.held().values()) == {Hold.STOPPED}
+    assert set(seeds.holds().values()) == {LoadHold.STOPPED}
     _, out, _ = call("--stop", "--json")
     assert {table["done"] for table in json.loads(out)["tables"]} == {"stopped"}
 
@@ -120,21 +120,21 @@ def test_where_nothing_was_done_nobody_is_said_to_do_it(call: Any) -> None:
     ],
 )
 def test_a_wrong_question_is_told_with_its_remedy_and_writes_nothing(
-    call: Any, seeds: Seeds, arguments: list[str], error: str, hint: str
+    call: Any, seeds: LoadStore, arguments: list[str], error: str, hint: str
 ) -> None:
     code, out, err = call(*arguments)
     assert (code, out) == (ExitCode.CONFIG, "")
     first, second = err.splitlines()
     assert error in first
     assert hint in second
-    assert (seeds.wishes(), seeds.held()) == ([], {})
+    assert (seeds.requests(), seeds.holds()) == ([], {})
 
 
-def test_a_condition_needs_a_source_that_answers(call: Any, seeds: Seeds) -> None:
+def test_a_condition_needs_a_source_that_answers(call: Any, seeds: LoadStore) -> None:
     code, _, err = call("public.things", "--where", "id > 5", "--json")
     assert code == ExitCode.SOURCE
     assert "the server cannot be reached" in err
-    assert seeds.wishes() == []
+    assert seeds.requests() == []
 
 
 def test_without_a_log_it_says_what_makes_one(call: Any, tmp_path: Path, file: str) -> None:

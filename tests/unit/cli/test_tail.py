@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
 from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
@@ -147,7 +147,7 @@ def test_what_was_let_go_of_before_it_was_printed_is_told_beside_the_data(diary:
         lines = [running.stdout.readline() for _ in range(10)]  # it is in the middle of the large one, and waits
         seal(diary.path)
         with Sealer(diary.path) as sealer:
-            trim(sealer, Policy(age_seconds=0.0), now=4e9)
+            trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
         with running.stdout as out, running.stderr as err:
             lines += out.readlines()
             said = err.read()

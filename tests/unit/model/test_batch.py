@@ -26,7 +26,7 @@ def test_a_transaction_comes_as_open_windows_and_one_that_finishes_it() -> None:
         window(continues=True, continued_end=Lsn(9)),
         window(continues=True, continued_end=Lsn(7), transactions=2),
     ]
-    assert not any(one.empty for one in come)
+    assert not any(one.is_empty for one in come)
 
 
 @pytest.mark.parametrize(
@@ -49,5 +49,5 @@ def test_a_window_that_means_nothing_is_refused(fields: dict[str, Any]) -> None:
 
 
 def test_a_window_that_finishes_a_transaction_is_not_empty_even_if_no_row_is_left() -> None:
-    assert not window(continues=True, continued_end=Lsn(9), batches=(), rows=0).empty
-    assert window(batches=(), rows=0, transactions=0).empty
+    assert not window(continues=True, continued_end=Lsn(9), batches=(), rows=0).is_empty
+    assert window(batches=(), rows=0, transactions=0).is_empty

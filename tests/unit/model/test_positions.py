@@ -24,8 +24,8 @@ from tailrace.model.position_kinds import (
     bytes_between,
     covers,
     parse_position,
+    position_type_of,
     reaches,
-    type_of,
 )
 
 A, B = "3e11fa47-71ca-11e1-9e33-c80aa9429562", "4e11fa47-71ca-11e1-9e33-c80aa9429562"
@@ -51,7 +51,7 @@ def test_a_position_is_read_as_its_server_shows_it(kind: str, text: str, shown: 
     found = parse_position(PositionType(kind), text)
     assert str(found) == (shown or text)
     assert parse_position(PositionType(kind), str(found)) == found
-    assert type_of(found).value == kind
+    assert position_type_of(found).value == kind
     assert pickle.loads(pickle.dumps(found)) == found
     assert hash(found) == hash(parse_position(PositionType(kind), text))
 

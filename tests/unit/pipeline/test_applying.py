@@ -8,25 +8,25 @@ from types import SimpleNamespace
 from typing import Any
 
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.pipeline.apply.applier import Applying
+from tailrace.pipeline.apply.applier import Applier
 from tailrace.pipeline.config.settings import load_settings
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import TableLife
-from tailrace.tables.location import Place
-from tailrace.tasks.load_store import Hold
+from tailrace.pipeline.tables.registry import ManagedTable
+from tailrace.tables.location import TableLocation
+from tailrace.tasks.load_store import LoadHold
 from tests.support.changes import SHOP
 from tests.support.logs import Diary
 
 
-def applying_in(folder: Path) -> Applying:
+def applying_in(folder: Path) -> Applier:
     Diary(folder / "log").close()
     file = folder / "tailrace.yaml"
     file.write_text(
         "name: shop\nsource: {url: postgresql://host/db, tables: ['public.*']}\n"
         f"log: {folder / 'log'}\ntables: {{path: ./lake}}\n"
     )
-    source: Any = SimpleNamespace(value_of=None, lag=None, tables=list, makes_tables=False)
-    return Applying(load_settings(file), ChangeLog.open(folder / "log"), source)
+    source: Any = SimpleNamespace(parse_value=None, lag=None, tables=list, discovers_tables=False)
+    return Applier(load_settings(file), ChangeLog.open(folder / "log"), source)
 
 
 def test_threads_that_have_ended_are_not_kept(tmp_path: Path) -> None:
@@ -51,18 +51,18 @@ def test_what_a_table_is_while_its_load_lands_only_the_landing_says(tmp_path: Pa
     applying = applying_in(tmp_path)
     try:
         applying.discover()
-        life = TableLife(SHOP.table, Place(path=tmp_path / "lake", log_id="log"), state=TableState.SEEDING)
-        landing: Any = SimpleNamespace(life=life, landing=True, reading={}, state_before=TableState.NEW)
-        applying.lives.tables[life.table] = life
-        loading = applying.loading
+        life = ManagedTable(SHOP.table, TableLocation(path=tmp_path / "lake", log_id="log"), state=TableState.SEEDING)
+        landing: Any = SimpleNamespace(managed=life, committing=True, reading={}, state_before=TableState.NEW)
+        applying.registry.tables[life.table] = life
+        loading = applying.load_scheduler
         loading._loads[life.table] = landing
-        applying.lives.seeds.hold(life.table, Hold.PAUSED)
+        applying.registry.load_store.set_hold(life.table, LoadHold.PAUSED)
         loading._obey()
         assert life.state is TableState.SEEDING
         life.state = TableState.CATCHING_UP
         del loading._loads[life.table]
-        for held in (Hold.PAUSED, None):
-            applying.lives.seeds.hold(life.table, held)
+        for held in (LoadHold.PAUSED, None):
+            applying.registry.load_store.set_hold(life.table, held)
             loading._obey()
             assert life.state is TableState.CATCHING_UP
         assert not loading._was, "nothing is kept of what it was"

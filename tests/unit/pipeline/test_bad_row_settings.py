@@ -26,14 +26,14 @@ def write(folder: Path, line: str) -> Path:
 
 
 def test_without_a_word_about_it_a_bad_row_stops_its_table(tmp_path: Path) -> None:
-    assert not load_settings(write(tmp_path, "format: delta")).tables.sets_aside(TableId("public", "orders"))
+    assert not load_settings(write(tmp_path, "format: delta")).tables.dead_letters_enabled(TableId("public", "orders"))
 
 
 def test_the_last_pattern_that_matches_a_table_decides(tmp_path: Path) -> None:
     rules = 'rules: {"public.pay*": {on_bad_row: stop}, "*.payday": {on_bad_row: dead-letter}}'
     line = f"on_bad_row: dead-letter\n  {rules}"
     tables = load_settings(write(tmp_path, line)).tables
-    found = {name: tables.sets_aside(TableId("public", name)) for name in ("orders", "payments", "payday")}
+    found = {name: tables.dead_letters_enabled(TableId("public", name)) for name in ("orders", "payments", "payday")}
     assert found == {"orders": True, "payments": False, "payday": True}
 
 

@@ -11,9 +11,9 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import SourceUnreachable
 from tailrace.model.schema import TableSchema
 from tailrace.pipeline.config.settings import LoadSettings
-from tailrace.pipeline.loads.load_start import Beginning
-from tailrace.pipeline.tables.registry import Lives
-from tailrace.pipeline.tables.retention_holds import Holding
+from tailrace.pipeline.loads.load_start import LoadStarter
+from tailrace.pipeline.tables.registry import TableRegistry
+from tailrace.pipeline.tables.retention_holds import RetentionHolds
 from tests.support.changes import SHOP
 from tests.support.logs import inserts
 from tests.support.quiet import Quiet
@@ -22,32 +22,32 @@ from tests.support.quiet import Quiet
 class Routed:
     """A source whose tables are those that its rows were routed to."""
 
-    makes_tables = True
+    discovers_tables = True
 
-    def __init__(self, lives: Lives) -> None:
+    def __init__(self, lives: TableRegistry) -> None:
         self.lives = lives
         self.seen: list[tuple[bool, bool]] = []
         """Each time it was asked: whether the table was followed already, and whether something was behind."""
         self.gone = False
 
-    def know(self, shapes: Iterable[TableSchema]) -> None:
+    def learn_tables(self, shapes: Iterable[TableSchema]) -> None:
         self.known = [shape.table for shape in shapes]
 
     def tables(self) -> list[object]:
-        self.seen.append((SHOP.table in self.lives.tables, self.beginning.behind))
+        self.seen.append((SHOP.table in self.lives.tables, self.beginning.has_unseen_tables))
         if self.gone:
             raise SourceUnreachable("the server does not answer", hint="Is it up?")
         assert self.known == [SHOP.table]
         self.lives.add(SHOP.table)
         return []
 
-    def begins(self) -> Beginning:
+    def begins(self) -> LoadStarter:
         source = cast(PostgresCapture, self)
-        self.beginning = Beginning(
+        self.beginning = LoadStarter(
             LoadSettings(),
             source,
             self.lives,
-            Holding(self.lives),
+            RetentionHolds(self.lives),
             run=lambda _task, _works: [],
             begun=lambda _load: None,
             failed=lambda _life, _error: None,
@@ -60,21 +60,21 @@ def routed(folder: Path) -> Routed:
     quiet = Quiet(folder)
     quiet.diary.commit(inserts(1))
     lives = quiet.lives()
-    lives.grow()
+    lives.refresh_index()
     return Routed(lives)
 
 
 def test_a_table_is_behind_until_it_is_followed(tmp_path: Path) -> None:
     source = routed(tmp_path)
     begins = source.begins()
-    assert begins.behind
-    begins.look()
+    assert begins.has_unseen_tables
+    begins.discover_tables()
     assert source.seen == [(False, True)]
-    assert not begins.behind
+    assert not begins.has_unseen_tables
 
 
 def test_it_stays_behind_while_the_source_does_not_answer(tmp_path: Path) -> None:
     source = routed(tmp_path)
     begins, source.gone = source.begins(), True
-    begins.look()
-    assert begins.behind
+    begins.discover_tables()
+    assert begins.has_unseen_tables

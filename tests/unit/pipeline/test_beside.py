@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.capture.postgres.connect import explain_text
+from tailrace.capture.postgres.connect import map_error_text
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import (
-    LOST_HINT,
+    POSITION_LOST_HINT,
     ConfigError,
     HistoryDiverged,
     LogBusy,
@@ -24,7 +24,13 @@ from tailrace.errors import (
     TailraceError,
 )
 from tailrace.model.schema import TableId
-from tailrace.pipeline.capture.embedded_capture import MARK, Beside, claim, for_a_stream, settings_of
+from tailrace.pipeline.capture.embedded_capture import (
+    MARK_FILE,
+    EmbeddedCapture,
+    claim_log,
+    stream_settings,
+    with_stream_hint,
+)
 from tailrace.pipeline.config.settings import matches
 from tailrace.pipeline.datasource import CdcSource, capture_of
 from tailrace.spark.datasource.log.log_options import LogOptions
@@ -38,52 +44,52 @@ URL = "postgresql://me:secret@127.0.0.1:1/none"
 
 def test_a_log_that_is_new_is_marked_and_found_again(tmp_path: Path) -> None:
     log = tmp_path / "a" / "log"
-    claim(log)
+    claim_log(log)
     LogWriter(log, SOURCE).close()
-    claim(log)
-    assert (log / MARK).exists()
+    claim_log(log)
+    assert (log / MARK_FILE).exists()
 
 
 def test_whoever_captures_into_a_log_captures_what_was_asked_for_before(tmp_path: Path) -> None:
-    assert claim(tmp_path) == ()
-    (tmp_path / MARK).write_text('{"tables": ["public.t", "sales.*"], "start": "a"}')
-    assert claim(tmp_path) == ("public.t", "sales.*")
-    (tmp_path / MARK).write_text('{"tables": ["pub')
+    assert claim_log(tmp_path) == ()
+    (tmp_path / MARK_FILE).write_text('{"tables": ["public.t", "sales.*"], "start": "a"}')
+    assert claim_log(tmp_path) == ("public.t", "sales.*")
+    (tmp_path / MARK_FILE).write_text('{"tables": ["pub')
     with pytest.raises(LogCorrupt, match="cannot be read"):
-        claim(tmp_path)
+        claim_log(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [LogBusy, SlotBusy])
 def test_one_who_comes_second_is_told_to_read_what_the_first_captures(kind: type[TailraceError]) -> None:
-    told = for_a_stream(kind("another process has it", hint="Start this with `--take-over`.", pid=7))
+    told = with_stream_hint(kind("another process has it", hint="Start this with `--take-over`.", pid=7))
     assert (type(told), told.message, told.fields) == (kind, "another process has it", {"pid": 7})
     assert "Leave out `url`" in told.hint
     assert "--take-over" not in told.hint
     other = ConfigError("something else", hint="Do.")
-    assert for_a_stream(other) is other
+    assert with_stream_hint(other) is other
 
 
 @pytest.mark.parametrize("kind", [PositionLost, HistoryDiverged])
 def test_one_whose_place_at_the_source_is_gone_is_told_of_no_settings_and_no_tables(kind: type[TailraceError]) -> None:
-    told = for_a_stream(kind("the replication slot is gone", hint=LOST_HINT, slot="tailrace_1"))
+    told = with_stream_hint(kind("the replication slot is gone", hint=POSITION_LOST_HINT, slot="tailrace_1"))
     assert (type(told), told.message, told.fields) == (kind, "the replication slot is gone", {"slot": "tailrace_1"})
     assert "begin with a new checkpoint and a new place for the log" in told.hint
     assert not any(word in told.hint for word in ("load.mode", "tailrace drop", "snapshot_tables"))
 
 
 def test_hints_call_things_as_the_options_do(tmp_path: Path) -> None:
-    waits = for_a_stream(ConfigError("it waits", hint="End them, or run `tailrace capture FILE` to see more."))
+    waits = with_stream_hint(ConfigError("it waits", hint="End them, or run `tailrace capture FILE` to see more."))
     assert waits.hint == "End them, or look at what the driver's standard error says."
-    lacking = for_a_stream(explain_text("permission denied for database x", state="42501"))
+    lacking = with_stream_hint(map_error_text("permission denied for database x", state="42501"))
     assert "; or have a pipeline capture, which takes publication and slot that others made" in lacking.hint
     hint = "Look at `source.tables` and `source.exclude`, or set `log:` to another folder."
-    told = for_a_stream(ConfigError("nothing is there", hint=hint, at="x"))
+    told = with_stream_hint(ConfigError("nothing is there", hint=hint, at="x"))
     assert (told.fields, told.hint) == (
         {"at": "x"},
         "Look at the option `tables`, or give the option `log` another folder.",
     )
     with pytest.raises(SourceUnreachable, match="do host and port in the option `url` match"):
-        Beside(url=URL, log=str(tmp_path / "log"), tables=("public.t",)).start()
+        EmbeddedCapture(url=URL, log=str(tmp_path / "log"), tables=("public.t",)).start()
     with pytest.raises(SourceUnreachable, match="do host and port in the option `url` match"):
         CdcSource({"url": URL, "log": str(tmp_path / "log"), "table": "public.t"}).schema()
 
@@ -93,8 +99,8 @@ def test_a_pipelines_log_is_refused(tmp_path: Path, kind: str) -> None:
     log = tmp_path / "log" if kind == "folder" else ObjectPath.parse(f"memory://{uuid.uuid4().hex}/log")
     LogWriter(log, SOURCE).close()
     with pytest.raises(LogForeign, match="Leave out `url`"):
-        claim(log)
-    assert not (log / MARK).exists()
+        claim_log(log)
+    assert not (log / MARK_FILE).exists()
 
 
 def test_a_store_that_does_not_answer_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,15 +108,15 @@ def test_a_store_that_does_not_answer_is_told_with_what_to_do(monkeypatch: pytes
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LogUnreachable, match="logEndpoint"):
-        claim(ObjectPath.parse("s3://bucket/log", endpoint="http://127.0.0.1:9"))
+        claim_log(ObjectPath.parse("s3://bucket/log", endpoint="http://127.0.0.1:9"))
 
 
 def test_a_log_in_a_store_is_captured_into_as_the_options_say() -> None:
     given = {"log": "s3a://bucket/log", "logEndpoint": "http://minio:9000", "logRegion": "eu-west-1"}
     beside = capture_of(LogOptions.parse({"url": URL, "table": "public.t", **given}))
-    assert isinstance(beside, Beside)
+    assert isinstance(beside, EmbeddedCapture)
     store = {"endpoint": beside.endpoint, "region": beside.region}
-    log = settings_of(beside.url, beside.log, beside.tables, **store).log
+    log = stream_settings(beside.url, beside.log, beside.tables, **store).log
     assert isinstance(log.path, ObjectPath)
     assert str(log.path) == "s3://bucket/log"
     assert log.path.options == (("endpoint", "http://minio:9000"), ("region", "eu-west-1"))
@@ -129,8 +135,8 @@ def test_it_captures_what_the_stream_asks_for_and_no_more(
     tmp_path: Path, options: dict[str, str], taken: TableId, left: TableId | None
 ) -> None:
     beside = capture_of(LogOptions.parse({"url": URL, "log": str(tmp_path / "log"), **options}))
-    assert isinstance(beside, Beside)
-    settings = settings_of(beside.url, beside.log, beside.tables)
+    assert isinstance(beside, EmbeddedCapture)
+    settings = stream_settings(beside.url, beside.log, beside.tables)
     assert matches(settings.source, taken)
     assert left is None or not matches(settings.source, left)
     assert settings.log.path == tmp_path / "log"
@@ -139,6 +145,6 @@ def test_it_captures_what_the_stream_asks_for_and_no_more(
 
 def test_what_cannot_be_captured_is_told_without_a_secret(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        settings_of(URL, str(tmp_path / "log"), ("orders",))
+        stream_settings(URL, str(tmp_path / "log"), ("orders",))
     assert "which names no schema" in str(caught.value)
     assert "secret" not in str(caught.value)

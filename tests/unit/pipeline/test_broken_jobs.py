@@ -15,11 +15,11 @@ import pytest
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.apply import applier as applying_module
-from tailrace.pipeline.apply.compaction import Tending
+from tailrace.pipeline.apply.compaction import Compactor
 from tailrace.pipeline.capture.source_factory import open_source
-from tailrace.pipeline.points.consistent_point import point_at
+from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import TableLife
+from tailrace.pipeline.tables.registry import ManagedTable
 from tailrace.tasks.work import ApplyWork, Outcome, apply_changes
 from tests.support.changes import insert
 from tests.support.loads import Local
@@ -54,7 +54,7 @@ def process(quiet: Quiet) -> Iterator[Breaking]:
     log = ChangeLog.open(quiet.settings.log.path)
     applying = Breaking(quiet.settings, log, open_source(quiet.settings, log.log_id))
     try:
-        applying.lives.grow()
+        applying.registry.refresh_index()
         yield applying
     finally:
         applying.stop()
@@ -75,19 +75,19 @@ def commit(quiet: Quiet, key: int, schema: TableSchema = FULL) -> None:
 
 
 def come_to_the_end(applying: Local) -> None:
-    applying._come_to(applying.lives.grow())
+    applying._come_to(applying.registry.refresh_index())
 
 
-def assert_whole(quiet: Quiet, life: TableLife, *keys: int) -> None:
+def assert_whole(quiet: Quiet, life: ManagedTable, *keys: int) -> None:
     assert (life.state, life.error) == (TableState.LIVE, None)
     assert quiet.ns() == {key: key for key in keys}
-    assert life.cursor == quiet.cursor
+    assert life.applied_position == quiet.cursor
 
 
 def test_a_commit_that_nobody_heard_of_is_gone_on_from(quiet: Quiet) -> None:
     commit(quiet, 2)
     with process(quiet) as applying:
-        life = applying.lives.add(THINGS)
+        life = applying.registry.add(THINGS)
         applying.breaks = 1
         come_to_the_end(applying)
         assert_whole(quiet, life, 1, 2)
@@ -99,7 +99,7 @@ def test_a_commit_that_nobody_heard_of_is_gone_on_from(quiet: Quiet) -> None:
 def test_a_shape_that_nobody_heard_of_is_gone_on_from(quiet: Quiet) -> None:
     commit(quiet, 2, NARROW)
     with process(quiet) as applying:
-        life = applying.lives.add(THINGS)
+        life = applying.registry.add(THINGS)
         applying.breaks = 2
         come_to_the_end(applying)
         assert_whole(quiet, life, 1, 2)
@@ -108,7 +108,7 @@ def test_a_shape_that_nobody_heard_of_is_gone_on_from(quiet: Quiet) -> None:
 def test_a_task_that_commits_after_its_job_broke_off_stops_nothing(quiet: Quiet) -> None:
     commit(quiet, 2)
     with process(quiet) as applying:
-        life = applying.lives.add(THINGS)
+        life = applying.registry.add(THINGS)
         late: list[ApplyWork] = []
 
         class Slow(Breaking):
@@ -132,14 +132,14 @@ def test_a_table_whose_task_kills_its_worker_holds_back_only_itself(
 ) -> None:
     commit(quiet, 2)
     with process(quiet) as applying:
-        life = applying.lives.add(THINGS)
+        life = applying.registry.add(THINGS)
         applying.killer = OTHERS
-        other = TableLife(OTHERS, life.place, state=TableState.CATCHING_UP)
-        other.cursor, other.shape = life.cursor, life.shape
-        applying.lives.tables[OTHERS] = other
-        numbers = applying.lives.numbers(life)
-        monkeypatch.setattr(applying.lives, "numbers", lambda _: numbers)  # both read the same of the log
-        monkeypatch.setattr(applying.lives, "look_again", lambda _: None)  # the other has no folder
+        other = ManagedTable(OTHERS, life.location, state=TableState.CATCHING_UP)
+        other.applied_position, other.schema = life.applied_position, life.schema
+        applying.registry.tables[OTHERS] = other
+        numbers = applying.registry.log_numbers(life)
+        monkeypatch.setattr(applying.registry, "log_numbers", lambda _: numbers)  # both read the same of the log
+        monkeypatch.setattr(applying.registry, "refresh_from_table", lambda _: None)  # the other has no folder
         come_to_the_end(applying)
         assert_whole(quiet, life, 1, 2)
         assert other.state is TableState.FAILED
@@ -152,7 +152,7 @@ def test_what_others_wrote_meanwhile_still_stops_the_table(quiet: Quiet) -> None
     commit(quiet, 2)
     quiet.apply()
     with process(quiet) as applying:
-        life = applying.lives.add(THINGS)
+        life = applying.registry.add(THINGS)
         commit(quiet, 3)
         applying.breaks = 1
         opened = quiet.table.opened()
@@ -167,27 +167,27 @@ def test_what_others_wrote_meanwhile_still_stops_the_table(quiet: Quiet) -> None
 def test_a_table_is_at_no_point_until_no_task_can_be_at_work_on_it(quiet: Quiet) -> None:
     commit(quiet, 2)
     with process(quiet) as applying:
-        lives = applying.lives
+        lives = applying.registry
         life = lives.add(THINGS)
         applying.breaks = 1
         come_to_the_end(applying)
-        assert point_at(lives, lives.index.commit) is None
-        applying.sweep()
-        assert point_at(lives, lives.index.commit) is None
-        life.doubted_until = 1e-9  # as if that long had passed
-        applying.sweep()
-        assert point_at(lives, lives.index.commit) is not None
+        assert build_point(lives, lives.index.last_commit) is None
+        applying.advance_skipped()
+        assert build_point(lives, lives.index.last_commit) is None
+        life.outcome_unknown_until = 1e-9  # as if that long had passed
+        applying.advance_skipped()
+        assert build_point(lives, lives.index.last_commit) is not None
 
 
 def test_tending_that_broke_off_stops_nothing(quiet: Quiet) -> None:
     with process(quiet) as applying:
-        life = applying.lives.add(THINGS)
+        life = applying.registry.add(THINGS)
         for key in range(2, 12):
             commit(quiet, key)
             come_to_the_end(applying)
-        tending = Tending(
+        tending = Compactor(
             quiet.settings.tables.upkeep,
-            applying.lives,
+            applying.registry,
             run=applying._run,
             advance=applying._advance_one,
             stopping=applying._stopping,

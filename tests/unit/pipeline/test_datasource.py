@@ -19,11 +19,11 @@ import pyspark_cdc
 import tailrace
 from tailrace.errors import ConfigError, LogUnreachable, TailraceError, Unsupported
 from tailrace.pipeline.datasource import CdcSource
-from tailrace.spark.datasource.log.log_read import LogReader
+from tailrace.spark.datasource.log.log_read import LogBatchReader
 from tailrace.spark.datasource.log.stream import LogStreamReader
-from tailrace.spark.datasource.log.stream_41 import PlainStreamReader
-from tailrace.spark.datasource.plain_errors import plainly
-from tailrace.spark.datasource.table.table_read import CdcReader
+from tailrace.spark.datasource.log.stream_41 import Spark41StreamReader
+from tailrace.spark.datasource.plain_errors import without_traceback
+from tailrace.spark.datasource.table.table_read import TableBatchReader
 from tailrace.storage import objects
 from tests.support.logs import Diary, inserts, quick_folder
 from tests.support.stores import ENVIRONMENT
@@ -62,9 +62,9 @@ def test_what_is_installed_has_that_module_at_its_top() -> None:
 
 def test_a_log_is_a_range_or_a_stream_and_a_url_alone_a_table(log: str) -> None:
     made = source(log=log, table="public.things")
-    assert isinstance(made.reader(made.schema()), LogReader)
+    assert isinstance(made.reader(made.schema()), LogBatchReader)
     assert isinstance(made.streamReader(made.schema()), LogStreamReader)
-    assert isinstance(CdcSource({"url": URL, "table": "public.t"}).reader(StructType()), CdcReader)
+    assert isinstance(CdcSource({"url": URL, "table": "public.t"}).reader(StructType()), TableBatchReader)
 
 
 def test_a_stream_without_a_log_is_told_both_ways_to_have_one() -> None:
@@ -122,7 +122,7 @@ def test_an_error_is_told_without_the_way_it_came(log: str, question: str, optio
 
 
 def test_a_fault_of_ours_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError) as caught, plainly:
+    with pytest.raises(ZeroDivisionError) as caught, without_traceback:
         raise ZeroDivisionError from KeyError()
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -156,7 +156,7 @@ def test_a_spark_without_admission_control_streams_and_only_limits_are_refused(
     monkeypatch.delitem(sys.modules, "tailrace.spark.datasource.log.stream", raising=False)
     monkeypatch.setitem(sys.modules, "pyspark.sql.streaming.datasource", None)  # as with Spark 4.1
     made = source(log=log, table="public.things")
-    assert isinstance(made.streamReader(made.schema()), PlainStreamReader)
+    assert isinstance(made.streamReader(made.schema()), Spark41StreamReader)
     for limit in ({"maxRowsPerTrigger": "5"}, {"maxBytesPerTrigger": "5MiB"}):
         made = source(log=log, table="public.things", **limit)
         with pytest.raises(Unsupported, match=r"limits need Spark 4\.2.*Leave out `maxRowsPerTrigger`"):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
 from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read import consumers
-from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.read.consumers import TableProgress, write_table_progress
 from tailrace.changelog.read.index import LogIndex
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.control import log_actions
@@ -21,10 +21,10 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.config.settings import load_settings
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.tables import retention_holds
-from tailrace.pipeline.tables.registry import Lives, TableLife
-from tailrace.pipeline.tables.retention_holds import Holding, forget_unwanted
-from tailrace.tables.location import Layout, Place
-from tailrace.tables.port import Cursor
+from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.retention_holds import RetentionHolds, release_unwanted
+from tailrace.tables.location import LakeLayout, TableLocation
+from tailrace.tables.port import AppliedPosition
 from tests.support.changes import SHOP
 from tests.support.logs import OTHER, STEP, THIRD, Diary, inserts, quick_folder, seal
 
@@ -45,57 +45,67 @@ def diary(tmp_path: Path) -> Iterator[Diary]:
 
 
 @pytest.fixture
-def lives(diary: Diary, tmp_path: Path) -> Lives:
-    found = Lives(ChangeLog.open(diary.path), Layout(root=tmp_path / "lake"))
-    found.grow()
+def lives(diary: Diary, tmp_path: Path) -> TableRegistry:
+    found = TableRegistry(ChangeLog.open(diary.path), LakeLayout(root=tmp_path / "lake"))
+    found.refresh_index()
     return found
 
 
-def at(commit: int, seq: int) -> Cursor:
-    return Cursor(commit=commit, seq=seq, position=Lsn(commit * STEP))
+def at(commit: int, seq: int) -> AppliedPosition:
+    return AppliedPosition(commit=commit, seq=seq, position=Lsn(commit * STEP))
 
 
-def live(lives: Lives, cursor: Cursor | None, state: TableState = TableState.CATCHING_UP) -> TableLife:
-    life = TableLife(THINGS, Place(path=Path("lake"), log_id=lives.log.log_id), state=state, cursor=cursor, shape=SHOP)
+def live(
+    lives: TableRegistry, cursor: AppliedPosition | None, state: TableState = TableState.CATCHING_UP
+) -> ManagedTable:
+    life = ManagedTable(
+        THINGS,
+        TableLocation(path=Path("lake"), log_id=lives.log.log_id),
+        state=state,
+        applied_position=cursor,
+        schema=SHOP,
+    )
     lives.tables[THINGS] = life
     return life
 
 
-def speaker_of(lives: Lives) -> Holding:
-    made = Holding(lives)
-    made.begin()
+def speaker_of(lives: TableRegistry) -> RetentionHolds:
+    made = RetentionHolds(lives)
+    made.enable()
     return made
 
 
-def said(lives: Lives) -> TableHint | None:
-    speaker_of(lives).say()
-    found = consumers.hints(lives.log.path)
+def said(lives: TableRegistry) -> TableProgress | None:
+    speaker_of(lives).publish()
+    found = consumers.read_table_progress(lives.log.path)
     return found[0] if found else None
 
 
-def test_nothing_is_said_before_the_tables_are_known(lives: Lives) -> None:
-    before = TableHint(table=THINGS, numbers=(1,), commit=1, seq=2)
-    leave_hints(lives.log.path, [before])
-    Holding(lives).say(now=True)
-    assert consumers.hints(lives.log.path) == [before], "a source that did not answer takes nothing from its tables"
+def test_nothing_is_said_before_the_tables_are_known(lives: TableRegistry) -> None:
+    before = TableProgress(table=THINGS, numbers=(1,), commit=1, seq=2)
+    write_table_progress(lives.log.path, [before])
+    RetentionHolds(lives).publish(now=True)
+    assert consumers.read_table_progress(lives.log.path) == [before], (
+        "a source that did not answer takes nothing from its tables"
+    )
 
 
-def test_a_table_that_is_behind_holds_what_it_lacks(lives: Lives) -> None:
+def test_a_table_that_is_behind_holds_what_it_lacks(lives: TableRegistry) -> None:
     live(lives, at(1, 2))
-    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=1, seq=2)
+    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=1, seq=2)
 
 
-def test_a_loads_point_past_the_logs_commits_covers_them(lives: Lives) -> None:
-    live(lives, Cursor(commit=1, seq=2, position=Lsn(2 * STEP + 50)))
-    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=2, seq=3)
+def test_a_loads_point_past_the_logs_commits_covers_them(lives: TableRegistry) -> None:
+    live(lives, AppliedPosition(commit=1, seq=2, position=Lsn(2 * STEP + 50)))
+    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=2, seq=3)
 
 
-def test_a_table_that_lacks_nothing_is_as_far_as_the_log(lives: Lives) -> None:
+def test_a_table_that_lacks_nothing_is_as_far_as_the_log(lives: TableRegistry) -> None:
     live(lives, at(3, 4), TableState.LIVE)
-    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=4, seq=4)
+    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=4, seq=4)
 
 
-def test_a_failed_table_goes_on_holding(lives: Lives) -> None:
+def test_a_failed_table_goes_on_holding(lives: TableRegistry) -> None:
     life = live(lives, at(1, 2))
     life.fail(SchemaChanged("a column was added"))
     hint = said(lives)
@@ -103,93 +113,95 @@ def test_a_failed_table_goes_on_holding(lives: Lives) -> None:
     assert hint.seq == 2
 
 
-def test_a_table_that_cannot_be_read_holds_what_it_held_before(lives: Lives) -> None:
-    before = TableHint(table=THINGS, numbers=(1,), commit=1, seq=2)
-    leave_hints(lives.log.path, [before])
+def test_a_table_that_cannot_be_read_holds_what_it_held_before(lives: TableRegistry) -> None:
+    before = TableProgress(table=THINGS, numbers=(1,), commit=1, seq=2)
+    write_table_progress(lives.log.path, [before])
     life = live(lives, None)
     life.fail(TableUnusable("the folder cannot be read"))
     speaker = speaker_of(lives)
     for _ in range(2):
-        speaker.say(now=True)
-        assert consumers.hints(lives.log.path) == [before]
+        speaker.publish(now=True)
+        assert consumers.read_table_progress(lives.log.path) == [before]
 
 
-def test_a_table_that_is_not_loaded_yet_holds_nothing(lives: Lives) -> None:
-    leave_hints(lives.log.path, [TableHint(table=THINGS, numbers=(1,), commit=0, seq=0)])
+def test_a_table_that_is_not_loaded_yet_holds_nothing(lives: TableRegistry) -> None:
+    write_table_progress(lives.log.path, [TableProgress(table=THINGS, numbers=(1,), commit=0, seq=0)])
     live(lives, None, TableState.NEW)
     assert said(lives) is None
 
 
-def test_a_table_that_is_being_loaded_holds_what_comes_after_its_snapshot(lives: Lives) -> None:
+def test_a_table_that_is_being_loaded_holds_what_comes_after_its_snapshot(lives: TableRegistry) -> None:
     life = live(lives, None, TableState.SEEDING)
-    life.loading = at(2, 3)
-    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=2, seq=3)
+    life.load_floor = at(2, 3)
+    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=2, seq=3)
 
 
-def test_a_live_table_that_is_loaded_again_holds_what_it_would_go_on_with(lives: Lives) -> None:
+def test_a_live_table_that_is_loaded_again_holds_what_it_would_go_on_with(lives: TableRegistry) -> None:
     life = live(lives, at(1, 2))
-    life.loading = at(2, 3)
-    life.moved(at(1, 2), SHOP)  # it goes on meanwhile
-    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=1, seq=2)
-    life.moved(at(3, 4), SHOP)
-    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=2, seq=3)
+    life.load_floor = at(2, 3)
+    life.record_commit(at(1, 2), SHOP)  # it goes on meanwhile
+    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=1, seq=2)
+    life.record_commit(at(3, 4), SHOP)
+    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=2, seq=3)
 
 
-def test_a_table_that_is_loaded_anew_no_longer_needs_what_its_old_rows_lacked(lives: Lives) -> None:
+def test_a_table_that_is_loaded_anew_no_longer_needs_what_its_old_rows_lacked(lives: TableRegistry) -> None:
     life = live(lives, at(1, 2), TableState.NEW)
     assert said(lives) is None
-    life.loading = at(4, 4)
+    life.load_floor = at(4, 4)
     hint = said(lives)
     assert hint is not None
     assert hint.commit == 4
 
 
-def test_a_table_that_is_loaded_once_holds_what_its_load_is_brought_to_one_moment_by(lives: Lives) -> None:
+def test_a_table_that_is_loaded_once_holds_what_its_load_is_brought_to_one_moment_by(lives: TableRegistry) -> None:
     life = live(lives, at(1, 2))
-    life.once, life.replay = True, "load"
-    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=1, seq=2)
-    life.state, life.replay = TableState.LOADED, None
+    life.load_only, life.catch_up_load = True, "load"
+    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=1, seq=2)
+    life.state, life.catch_up_load = TableState.LOADED, None
     assert said(lives) is None
 
 
-def test_a_table_that_is_not_there_any_more_holds_nothing(lives: Lives) -> None:
-    leave_hints(lives.log.path, [TableHint(table=TableId("public", "dropped"), numbers=(7,), commit=0, seq=0)])
+def test_a_table_that_is_not_there_any_more_holds_nothing(lives: TableRegistry) -> None:
+    write_table_progress(
+        lives.log.path, [TableProgress(table=TableId("public", "dropped"), numbers=(7,), commit=0, seq=0)]
+    )
     live(lives, at(3, 4), TableState.LIVE)
-    speaker_of(lives).say()
-    assert [hint.table for hint in consumers.hints(lives.log.path)] == [THINGS]
+    speaker_of(lives).publish()
+    assert [hint.table for hint in consumers.read_table_progress(lives.log.path)] == [THINGS]
 
 
 def test_tables_speak_at_most_every_few_seconds_unless_it_matters(
-    lives: Lives, monkeypatch: pytest.MonkeyPatch
+    lives: TableRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = live(lives, at(1, 2))
     speaker = speaker_of(lives)
-    speaker.say()
-    life.moved(at(3, 4), SHOP)
-    speaker.say()
-    assert consumers.hints(lives.log.path)[0].seq == 2
-    speaker.say(now=True)
-    assert consumers.hints(lives.log.path)[0].seq == 4
-    monkeypatch.setattr(retention_holds, "SAY_SECONDS", 0.0)
-    life.cursor = at(1, 2)
-    speaker.say(now=True)
-    life.moved(at(3, 4), SHOP)
-    speaker.say()
-    assert consumers.hints(lives.log.path)[0].seq == 4
+    speaker.publish()
+    life.record_commit(at(3, 4), SHOP)
+    speaker.publish()
+    assert consumers.read_table_progress(lives.log.path)[0].seq == 2
+    speaker.publish(now=True)
+    assert consumers.read_table_progress(lives.log.path)[0].seq == 4
+    monkeypatch.setattr(retention_holds, "PUBLISH_SECONDS", 0.0)
+    life.applied_position = at(1, 2)
+    speaker.publish(now=True)
+    life.record_commit(at(3, 4), SHOP)
+    speaker.publish()
+    assert consumers.read_table_progress(lives.log.path)[0].seq == 4
 
 
-def test_a_failed_table_whose_rows_were_let_go_needs_a_snapshot(lives: Lives, diary: Diary) -> None:
+def test_a_failed_table_whose_rows_were_let_go_needs_a_snapshot(lives: TableRegistry, diary: Diary) -> None:
     life = live(lives, at(1, 2))
     life.fail(SchemaChanged("a column was added"))
     speaker = speaker_of(lives)
-    speaker.say()
+    speaker.publish()
     seal(diary.path)
     with Sealer(diary.path) as sealer:
-        assert trim(sealer, Policy(age_seconds=0.0)).detached == ()
+        assert trim(sealer, RetentionPolicy(age_seconds=0.0)).detached == ()
         assert sealer.log.files(1), "it still holds"
-        assert trim(sealer, Policy(age_seconds=None, max_bytes=100)).detached == ("public.things",)
-    lives.grow()
-    speaker.say(now=True)
+        assert trim(sealer, RetentionPolicy(age_seconds=None, max_bytes=100)).detached == ("public.things",)
+    lives.refresh_index()
+    speaker.publish(now=True)
     assert life.state is TableState.NEEDS_SNAPSHOT
     assert life.error is not None
     assert life.error.code == "log-trimmed"
@@ -199,12 +211,12 @@ def test_a_failed_table_whose_rows_were_let_go_needs_a_snapshot(lives: Lives, di
 
 
 def test_a_table_of_which_the_log_had_no_rows_holds_those_that_come(diary: Diary) -> None:
-    third = TableHint(table=THIRD.table, numbers=(), commit=4, seq=4)
-    leave_hints(diary.path, [third])
+    third = TableProgress(table=THIRD.table, numbers=(), commit=4, seq=4)
+    write_table_progress(diary.path, [third])
     diary.commit(inserts(5, schema=THIRD), inserts(6))
     seal(diary.path)
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=0.0))
+        trim(sealer, RetentionPolicy(age_seconds=0.0))
         assert len(sealer.log.files("sales.third")) == 1
         assert sealer.log.files("public.things") == []
     assert log_actions.readers(diary.path)[0].behind_rows == 1
@@ -216,7 +228,7 @@ def test_a_reader_by_name_also_holds_rows_of_the_table_made_again(diary: Diary) 
     diary.commit(inserts(9, schema=again))
     seal(diary.path)
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=0.0))
+        trim(sealer, RetentionPolicy(age_seconds=0.0))
     found = ChangeLog.open(diary.path).follow(table="public.things", consumer="reader")
     assert [batch.data.column("id").to_pylist() for batch in found] == [[9]]
 
@@ -231,27 +243,27 @@ def test_being_woken_passes_over_commits_that_are_gone(diary: Diary) -> None:
     seal(diary.path)
     diary.commit(inserts(5))
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=0.0))
+        trim(sealer, RetentionPolicy(age_seconds=0.0))
     index = grown(diary.path)
-    assert index.first == 5
-    assert index.bounded(1, 500_000) == 5, "a quiet table stands where it last had a change"
-    assert index.bounded(5, 500_000) == 5
+    assert index.first_commit == 5
+    assert index.furthest_commit(1, 500_000) == 5, "a quiet table stands where it last had a change"
+    assert index.furthest_commit(5, 500_000) == 5
     seal(diary.path)
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=0.0))
-    assert grown(diary.path).bounded(0, 500_000) == 5
+        trim(sealer, RetentionPolicy(age_seconds=0.0))
+    assert grown(diary.path).furthest_commit(0, 500_000) == 5
 
 
 def test_a_capture_lets_go_for_tables_that_its_settings_no_longer_name(diary: Diary, tmp_path: Path) -> None:
     kept, dropped = (
-        TableHint(table=TableId("public", name), numbers=(number,), commit=1, seq=1)
+        TableProgress(table=TableId("public", name), numbers=(number,), commit=1, seq=1)
         for number, name in enumerate(("things", "other"), 1)
     )
-    leave_hints(diary.path, [kept, dropped])
+    write_table_progress(diary.path, [kept, dropped])
     file = tmp_path / "tailrace.yaml"
     file.write_text(
         "name: shop\nsource:\n  url: postgresql://host/db\n  tables: ['public.*']\n  exclude: [public.other]\n"
         f"log: {diary.path}\ntables: {{path: ./lake}}\n"
     )
-    forget_unwanted(load_settings(file))
-    assert consumers.hints(diary.path) == [kept]
+    release_unwanted(load_settings(file))
+    assert consumers.read_table_progress(diary.path) == [kept]

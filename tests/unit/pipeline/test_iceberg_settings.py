@@ -33,7 +33,7 @@ def settings_of(folder: Path, *lines: str) -> PipelineSettings:
 
 
 def catalog(folder: Path, *lines: str) -> Catalog:
-    found = settings_of(folder, *lines).tables.layout.place(TableId("public", "t"), "a-log").catalog
+    found = settings_of(folder, *lines).tables.layout.location(TableId("public", "t"), "a-log").catalog
     assert found is not None
     return found
 
@@ -130,7 +130,7 @@ def test_what_loads_made_of_iceberg_tables_is_kept_as_the_settings_say(
 
 def test_an_iceberg_table_may_be_partitioned(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, "partition_by: [region, _is_deleted]", "soft_delete: true")
-    assert settings.tables.form_of(TableId("public", "t")).partition_by == ("region", "_is_deleted")
+    assert settings.tables.spec_of(TableId("public", "t")).partition_by == ("region", "_is_deleted")
 
 
 def test_an_iceberg_table_may_set_rows_aside(tmp_path: Path) -> None:
@@ -138,4 +138,4 @@ def test_an_iceberg_table_may_set_rows_aside(tmp_path: Path) -> None:
     file = write(tmp_path, "on_bad_row: dead-letter")
     file.write_text(f"{file.read_text()}transforms:\n  rules: [{rule}]\n")
     assert check_settings(file, environment={}) == []
-    assert load_settings(file, environment={}).tables.sets_aside(TableId("public", "t"))
+    assert load_settings(file, environment={}).tables.dead_letters_enabled(TableId("public", "t"))

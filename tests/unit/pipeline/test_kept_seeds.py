@@ -19,13 +19,13 @@ import pytest
 from deltalake import DeltaTable
 
 from tailrace import failpoints
-from tailrace.changelog.maintain.retention import Policy, trim
-from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
 from tailrace.model.position import Lsn
-from tailrace.tables.delta.load_snapshots import KeptSeed, KeptSeeds
-from tailrace.tasks.load_store import Seeds
+from tailrace.tables.delta.load_snapshots import KeptLoad, KeptLoadStore
+from tailrace.tasks.load_store import LoadStore
 from tests.support.changes import KEYLESS, delete, insert, move, update
 from tests.support.quiet import FULL, NARROW, THINGS, Quiet
 
@@ -62,8 +62,8 @@ def lake_table(quiet: Quiet) -> Path:
     return quiet.settings.tables.layout.path(THINGS)
 
 
-def seeds(quiet: Quiet) -> list[KeptSeed]:
-    return KeptSeeds(quiet.settings.tables.path, quiet.lives().log.log_id).of(THINGS)
+def seeds(quiet: Quiet) -> list[KeptLoad]:
+    return KeptLoadStore(quiet.settings.tables.path, quiet.lives().log.log_id).of(THINGS)
 
 
 def rebuilt(quiet: Quiet, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -225,15 +225,15 @@ def test_columns_that_the_source_dropped_are_in_a_seed(tmp_path: Path, capsys: p
     quiet.load([{"id": key, "name": f"n{key}"} for key in (1, 2)], FULL)
     quiet.commit(update(2, n=2), schema=NARROW)
     quiet.apply()
-    here = quiet.lives().seeds
+    here = quiet.lives().load_store
     here.folder("again").mkdir(parents=True)
-    here.land("again", quiet.cursor.position)
-    shape = quiet.table.shape()
+    here.record_commit("again", quiet.cursor.position)
+    shape = quiet.table.schema()
     assert shape is not None
-    applied = quiet.table.refresh(shape, [], quiet.cursor, replace(quiet.cursor, load="again"))
+    applied = quiet.table.merge_load(shape, [], quiet.cursor, replace(quiet.cursor, load="again"))
     assert applied.committed
     quiet.keep("again")
-    assert [seed.position.cursor.load for seed in seeds(quiet)] == ["again"]
+    assert [seed.commit_record.applied_position.load for seed in seeds(quiet)] == ["again"]
     shutil.rmtree(lake_table(quiet))
     assert (rebuilt(quiet, capsys)["base_rows"], quiet.rows()) == (0, {})
     assert "name" in DeltaTable(str(lake_table(quiet))).schema().to_json()
@@ -249,7 +249,7 @@ def test_a_seed_costs_no_room_while_the_table_has_its_files(tmp_path: Path) -> N
 def test_a_newer_load_takes_the_place_of_the_older(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
     quiet.load_anew([{"id": 7, "n": 7}], "second")
     quiet.keep("second")
-    assert [seed.position.cursor.load for seed in seeds(quiet)] == ["second"]
+    assert [seed.commit_record.applied_position.load for seed in seeds(quiet)] == ["second"]
     assert [folder.name for folder in seeds(quiet)[0].folder.parent.iterdir()] == ["second"]
     shutil.rmtree(lake_table(quiet))
     rebuilt(quiet, capsys)
@@ -258,7 +258,7 @@ def test_a_newer_load_takes_the_place_of_the_older(quiet: Quiet, capsys: pytest.
 
 def test_a_load_that_found_nothing_to_commit_leaves_the_seed_of_before(quiet: Quiet) -> None:
     quiet.keep("second")
-    assert [seed.position.cursor.load for seed in seeds(quiet)] == ["first"]
+    assert [seed.commit_record.applied_position.load for seed in seeds(quiet)] == ["first"]
 
 
 def test_killed_between_the_links_and_the_record_it_is_no_seed_and_is_made_once_more(
@@ -276,11 +276,11 @@ def test_killed_between_the_links_and_the_record_it_is_no_seed_and_is_made_once_
         patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # a process that died cleans nothing up
         with pytest.raises(Died):
             quiet.keep("second")
-    assert [seed.position.cursor.load for seed in seeds(quiet)] == ["first"]
+    assert [seed.commit_record.applied_position.load for seed in seeds(quiet)] == ["first"]
     changed(quiet)  # the next process goes on before it looks at what was left
     quiet.keep("second")
     (seed,) = seeds(quiet)
-    assert (seed.position.cursor.load, seed.sound) == ("second", True)
+    assert (seed.commit_record.applied_position.load, seed.is_intact) == ("second", True)
     before = quiet.rows()
     shutil.rmtree(lake_table(quiet))
     assert (rebuilt(quiet, capsys)["base_rows"], quiet.rows()) == (4, before)
@@ -289,15 +289,15 @@ def test_killed_between_the_links_and_the_record_it_is_no_seed_and_is_made_once_
 def test_a_seed_that_the_log_was_trimmed_past_is_no_base_and_is_dropped(
     quiet: Quiet, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quiet.seed_keeping().look()
+    quiet.seed_keeping().run_if_due()
     assert len(seeds(quiet)) == 1
-    with Sealer(quiet.settings.log.path, limits=Limits(commits=2, join_count=2)) as sealer:
+    with Sealer(quiet.settings.log.path, limits=SealLimits(commits=2, merge_count=2)) as sealer:
         sealer.seal()
-        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     shutil.rmtree(lake_table(quiet))
     assert "the kept seed: the log no longer holds the changes after it" in refused(quiet, capsys)
     assert not lake_table(quiet).exists()
-    quiet.seed_keeping().look()
+    quiet.seed_keeping().run_if_due()
     assert seeds(quiet) == []
     assert "nothing is kept of a load of it" in refused(quiet, capsys)
 
@@ -315,7 +315,7 @@ def test_a_seed_that_is_not_what_it_was_is_no_base(quiet: Quiet, capsys: pytest.
 
 def test_without_the_setting_nothing_is_kept_and_what_was_goes(quiet: Quiet) -> None:
     quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, keep_seed: false"))
-    quiet.seed_keeping().look()
+    quiet.seed_keeping().run_if_due()
     assert seeds(quiet) == []
     quiet.load_anew(ROWS, "second")
     quiet.keep("second")
@@ -339,7 +339,7 @@ def test_where_the_disk_knows_no_links_nothing_is_copied_unasked(
     quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, keep_seed: copy"))
     quiet.keep("first")
     (seed,) = seeds(quiet)
-    assert (seed.sound, next(seed.folder.glob("part-*")).stat().st_nlink) == (True, 1)
+    assert (seed.is_intact, next(seed.folder.glob("part-*")).stat().st_nlink) == (True, 1)
 
 
 def test_files_without_statistics_are_kept_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -375,15 +375,15 @@ def test_a_seed_that_cannot_be_kept_for_any_reason_stops_nothing(
 
 
 def test_what_is_known_of_a_kept_load_is_not_forgotten(quiet: Quiet) -> None:
-    mine = Seeds(quiet.settings.log.path)
+    mine = LoadStore(quiet.settings.log.path)
     old = quiet.settings.log.path / "seed" / "landed" / "first.json"
     os.utime(str(old), (0.0, 0.0))
-    mine.sweep(quiet.seed_keeping().loads)
-    mine.sweep()
-    assert mine.mixed("first") is not None, "it was of use until now"
+    mine.remove_leftovers(quiet.seed_keeping().loads_in_use)
+    mine.remove_leftovers()
+    assert mine.ahead_ranges("first") is not None, "it was of use until now"
     os.utime(str(old), (0.0, 0.0))
-    mine.sweep()
-    assert mine.mixed("first") is None
+    mine.remove_leftovers()
+    assert mine.ahead_ranges("first") is None
 
 
 def chunked(folder: Path) -> Quiet:

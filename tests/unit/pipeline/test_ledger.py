@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from tailrace.control.point_in_time import TablesAt, chosen
+from tailrace.control.point_in_time import TablesAt, select_tables
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.points import ledger
-from tailrace.pipeline.points.ledger import KEPT_SECONDS, NEAR_POINTS, Absence, Ledger, Point
+from tailrace.pipeline.points.ledger import KEPT_SECONDS, NEAR_POINTS, Absence, ConsistentPoint, Ledger
 
 A, B, DOTTED = TableId("public", "a"), TableId("public", "b"), TableId("my.schema", "x.y")
 
@@ -26,8 +26,8 @@ NAMES = {"a": A, "b": B, "dotted": DOTTED}
 BUSY, FAILED = Absence(state="live", why="it was being worked on"), Absence(state="failed", why="value-unfit")
 
 
-def point(number: int, missing: dict[str, Absence] | None = None, **versions: int) -> Point:
-    return Point(
+def point(number: int, missing: dict[str, Absence] | None = None, **versions: int) -> ConsistentPoint:
+    return ConsistentPoint(
         commit=number,
         position=Lsn(number * 10),
         committed_at=number * 1_000_000,
@@ -39,10 +39,10 @@ def point(number: int, missing: dict[str, Absence] | None = None, **versions: in
 POINTS = [point(1, a=0), point(2, a=1, b=0), point(5, a=1, b=3, dotted=7), point(6, b=4, dotted=7), point(9, a=2, b=4)]
 
 
-def noted(folder: Path, points: list[Point]) -> Ledger:
+def noted(folder: Path, points: list[ConsistentPoint]) -> Ledger:
     made = Ledger(folder)
     for item in points:
-        made.note(item)
+        made.record(item)
     return made
 
 
@@ -53,9 +53,9 @@ def test_what_was_noted_is_read_back(tmp_path: Path) -> None:
 
 def test_which_table_a_version_is_of_is_read_back_and_older_lines_do_not_say(tmp_path: Path) -> None:
     told = [
-        replace(point(1, a=3, b=1), identities={A: "one", B: "b"}),
-        replace(point(2, a=4), identities={A: "one"}),
-        replace(point(3, a=0, b=1), identities={A: "two", B: "b"}),
+        replace(point(1, a=3, b=1), lake_table_ids={A: "one", B: "b"}),
+        replace(point(2, a=4), lake_table_ids={A: "one"}),
+        replace(point(3, a=0, b=1), lake_table_ids={A: "two", B: "b"}),
     ]
     made = noted(tmp_path, told)
     assert list(made.points()) == told
@@ -63,18 +63,18 @@ def test_which_table_a_version_is_of_is_read_back_and_older_lines_do_not_say(tmp
     lines = [json.loads(line.partition(b" ")[2]) for line in path.read_bytes().splitlines()]
     older = [json.dumps({name: value for name, value in line.items() if name != "identities"}) for line in lines]
     path.write_text("".join(f"{zlib.crc32(text.encode()):08x} {text}\n" for text in older))
-    assert list(Ledger(tmp_path).points()) == [replace(one, identities={}) for one in told]
+    assert list(Ledger(tmp_path).points()) == [replace(one, lake_table_ids={}) for one in told]
 
 
 def test_after_a_point_that_could_not_be_written_the_next_is_whole(tmp_path: Path) -> None:
     made, folder, aside = noted(tmp_path, POINTS[:2]), tmp_path / ledger.FOLDER, tmp_path / "aside"
     folder.rename(aside)
     folder.touch()  # in its place
-    made.note(POINTS[2])
+    made.record(POINTS[2])
     folder.unlink()
     aside.rename(folder)
-    made.note(POINTS[3])
-    made.note(POINTS[4])
+    made.record(POINTS[3])
+    made.record(POINTS[4])
     assert list(made.points()) == [*POINTS[:2], *POINTS[3:]]
     assert len(list(folder.iterdir())) == 2
 
@@ -92,7 +92,7 @@ def test_the_last_point_up_to_a_position_or_a_time_is_found(
         assert made.at(committed_at=number * 1_000_000 + 999_999) == POINTS[found]
 
 
-def timed(number: int, seconds: int) -> Point:
+def timed(number: int, seconds: int) -> ConsistentPoint:
     return replace(point(number, a=number), committed_at=seconds * 1_000_000)
 
 
@@ -119,7 +119,7 @@ def test_lines_of_before_whose_times_go_back_are_read_so_that_none_holds_what_ca
     made = Ledger(tmp_path)
     assert made.at(committed_at=160_000_000).commit == 1
     assert made.at(committed_at=200_000_000).commit == 3
-    made.note(timed(4, 160))
+    made.record(timed(4, 160))
     assert [made.at(committed_at=seconds * 1_000_000).commit for seconds in (199, 200)] == [1, 4]
 
 
@@ -241,39 +241,41 @@ def test_two_tables_that_a_name_does_not_tell_apart_are_refused_unless_one_is_ch
     versions = {table: 7 for table in (A, *TWINS) if table not in missing}
     alike = replace(point(1), versions=versions, missing=dict.fromkeys(missing, FAILED))
     with pytest.raises(ConfigError, match=r"`a\.b\.c` names two tables") as refused:
-        chosen(alike, None)
+        select_tables(alike, None)
     assert 'TableId("a", "b.c") and TableId("a.b", "c")' in refused.value.headline
     with pytest.raises(ConfigError, match="names two tables"):
-        chosen(alike, TWINS)
+        select_tables(alike, TWINS)
     for one in TWINS:
-        only = chosen(alike, [one, A])
+        only = select_tables(alike, [one, A])
         assert {*only.versions, *only.missing} == {one, A}
 
 
 def test_a_table_that_a_point_does_not_know_cannot_be_chosen_from_it() -> None:
-    assert chosen(MISSED[1], None) == MISSED[1]
-    assert chosen(MISSED[1], [B]) == replace(MISSED[1], versions={})
+    assert select_tables(MISSED[1], None) == MISSED[1]
+    assert select_tables(MISSED[1], [B]) == replace(MISSED[1], versions={})
     with pytest.raises(ConfigError, match="the point knows no such table") as refused:
-        chosen(MISSED[1], [B, DOTTED])
+        select_tables(MISSED[1], [B, DOTTED])
     assert 'TableId("my.schema", "x.y")' in refused.value.headline
 
 
 def test_a_table_is_chosen_by_its_name_as_well() -> None:
-    assert chosen(MISSED[1], ["public.b"]) == chosen(MISSED[1], "public.b") == chosen(MISSED[1], [B])
+    assert (
+        select_tables(MISSED[1], ["public.b"]) == select_tables(MISSED[1], "public.b") == select_tables(MISSED[1], [B])
+    )
     with pytest.raises(ConfigError, match="the point knows no such table") as refused:
-        chosen(MISSED[1], ["public.b", "public.nothing"])
+        select_tables(MISSED[1], ["public.b", "public.nothing"])
     assert refused.value.fields["tables"] == "public.nothing"
     alike = replace(point(1), versions=dict.fromkeys((A, *TWINS), 7))
     with pytest.raises(ConfigError, match=r"`a\.b\.c` names two tables"):
-        chosen(alike, ["a.b.c"])
+        select_tables(alike, ["a.b.c"])
 
 
 @pytest.mark.parametrize("given", [5, [5], [B, None], [b"public.b"]], ids=ascii)
 def test_what_is_no_table_cannot_be_chosen(given: Any) -> None:
     with pytest.raises(ConfigError, match="`tables` does not name tables") as refused:
-        chosen(MISSED[1], given)
+        select_tables(MISSED[1], given)
     assert "`TableId`" in refused.value.hint
 
 
 def test_one_table_need_not_stand_in_a_list() -> None:
-    assert chosen(MISSED[1], B) == chosen(MISSED[1], [B])
+    assert select_tables(MISSED[1], B) == select_tables(MISSED[1], [B])

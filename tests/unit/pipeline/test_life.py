@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.capture.postgres.chunks import Cut, Plan
+from tailrace.capture.postgres.chunks import ChunkKind, Plan
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model.position import Lsn
-from tailrace.pipeline.points.consistent_point import point_at
+from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.tables import registry as life_module
-from tailrace.pipeline.tables.registry import Ahead, Lives
-from tailrace.tables.location import Layout
-from tailrace.tasks.load_store import Seed
+from tailrace.pipeline.tables.registry import BatchEnd, TableRegistry
+from tailrace.tables.location import LakeLayout
+from tailrace.tasks.load_store import LoadRecord
 from tests.support.changes import SHOP, insert
 from tests.support.logs import Diary, inserts
 from tests.support.quiet import Quiet
@@ -28,13 +28,13 @@ def test_a_micro_batch_is_limited_only_if_more_was_waiting_when_it_was_planned(
     diary = Diary(tmp_path / "log")
     for number in range(3):
         diary.commit(inserts(number))
-    found = Lives(ChangeLog.open(diary.path), Layout(root=tmp_path / "lake"))
-    assert found.ahead(0) == Ahead(end=2, limited=True)
-    assert found.ahead(2) == Ahead(end=3, limited=False)
-    assert found.ahead(3) == Ahead(end=3, limited=False)
+    found = TableRegistry(ChangeLog.open(diary.path), LakeLayout(root=tmp_path / "lake"))
+    assert found.next_batch_end(0) == BatchEnd(end=2, has_backlog=True)
+    assert found.next_batch_end(2) == BatchEnd(end=3, has_backlog=False)
+    assert found.next_batch_end(3) == BatchEnd(end=3, has_backlog=False)
     diary.commit(inserts(9))
     diary.close()
-    assert found.ahead(2) == Ahead(end=4, limited=False), "what comes later is planned later"
+    assert found.next_batch_end(2) == BatchEnd(end=4, has_backlog=False), "what comes later is planned later"
 
 
 def test_a_table_with_a_row_that_was_read_again_is_at_no_point_until_the_log_has_passed_that(tmp_path: Path) -> None:
@@ -42,18 +42,22 @@ def test_a_table_with_a_row_that_was_read_again_is_at_no_point_until_the_log_has
     quiet.diary.commit()
     quiet.load_anew([{"id": 1, "n": 1}], "first")
     lives = quiet.lives()
-    lives.seeds.remember("first", Lsn(quiet.cursor.position.value + 150))
+    lives.load_store.record_ahead_range("first", Lsn(quiet.cursor.position.value + 150))
     life = lives.add(SHOP.table)  # as a process finds it that comes after the one that has read
-    assert (life.mixed, lives.stretch(life, lives.index.commit), life.state) == (True, None, TableState.CATCHING_UP)
-    assert (point_at(lives, lives.index.commit), lives.replays_what_is_to_come(life)) == (None, True)
+    assert (life.ahead_of_position, lives.next_range(life, lives.index.last_commit), life.state) == (
+        True,
+        None,
+        TableState.CATCHING_UP,
+    )
+    assert (build_point(lives, lives.index.last_commit), lives.waits_for_log(life)) == (None, True)
     quiet.commit(insert(2, n=2))
     quiet.diary.commit()
     quiet.apply()
     lives = quiet.lives()
     life = lives.add(SHOP.table)
-    assert lives.stretch(life, lives.index.commit) is None
-    assert (life.mixed, life.state) == (False, TableState.LIVE)
-    assert point_at(lives, lives.index.commit) is not None
+    assert lives.next_range(life, lives.index.last_commit) is None
+    assert (life.ahead_of_position, life.state) == (False, TableState.LIVE)
+    assert build_point(lives, lives.index.last_commit) is not None
 
 
 def test_a_load_that_ends_while_it_is_looked_at_is_over(tmp_path: Path) -> None:
@@ -62,12 +66,16 @@ def test_a_load_that_ends_while_it_is_looked_at_is_over(tmp_path: Path) -> None:
     quiet.diary.commit()
     quiet.load_anew([{"id": 1, "n": 1}], "first")
     lives = quiet.lives()
-    seed = Seed(id="first", plan=Plan(schema=SHOP, leaves=(), cut=Cut.KEY, chunks=()), point=quiet.cursor.position)
-    lives.seeds.begin(seed)
+    seed = LoadRecord(
+        id="first",
+        plan=Plan(schema=SHOP, leaves=(), cut=ChunkKind.KEY, chunks=()),
+        snapshot_position=quiet.cursor.position,
+    )
+    lives.load_store.begin(seed)
     life = lives.add(SHOP.table)
-    assert life.replay == seed.id
-    lives.seeds.end(seed)
-    assert (lives.stretch(life, lives.index.commit), life.state) == (None, TableState.LIVE)
+    assert life.catch_up_load == seed.id
+    lives.load_store.end(seed)
+    assert (lives.next_range(life, lives.index.last_commit), life.state) == (None, TableState.LIVE)
 
 
 def test_a_table_put_back_from_an_older_copy_takes_from_the_log_what_it_lacks(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.maintain.maintenance import Keeping
-from tailrace.changelog.maintain.retention import Policy
+from tailrace.changelog.maintain.maintenance import MaintenancePolicy
+from tailrace.changelog.maintain.retention import RetentionPolicy
 from tailrace.pipeline.config.document import Problem
-from tailrace.pipeline.config.quantities import Refused, parse_duration, parse_size
+from tailrace.pipeline.config.quantities import InvalidQuantity, parse_duration, parse_size
 from tailrace.pipeline.config.settings import LogSettings, check_settings, load_settings
 from tailrace.storage.objects import ObjectPath
 
@@ -65,22 +65,22 @@ def test_a_duration_is_a_number_of_seconds_or_has_a_unit(text: str, seconds: flo
 
 @pytest.mark.parametrize("text", ["", "GB", "50G", "-1", "1e9", "1,000", "5 0", "0x10", "1_000", "ten", "9999999TB"])
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(InvalidQuantity) as refused:
         parse_size(text)
     assert "50GB" in refused.value.hint
 
 
 @pytest.mark.parametrize("text", ["", "d", "5m", "5 months", "1:30", "-1d", "1w", "inf", "nan", "99999d"])
 def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(InvalidQuantity) as refused:
         parse_duration(text)
     assert "min, h and d" in refused.value.hint
 
 
 def test_a_log_of_which_only_the_folder_is_given_keeps_a_week_and_has_no_limit(tmp_path: Path) -> None:
     log = log_of(tmp_path)
-    assert log.keeping == Keeping()
-    assert log.keeping.policy == Policy(age_seconds=7 * 86_400, bytes=None, max_bytes=None)
+    assert log.maintenance_policy == MaintenancePolicy()
+    assert log.maintenance_policy.retention == RetentionPolicy(age_seconds=7 * 86_400, bytes=None, max_bytes=None)
 
 
 def test_everything_about_the_log_can_be_set(tmp_path: Path) -> None:
@@ -92,19 +92,21 @@ def test_everything_about_the_log_can_be_set(tmp_path: Path) -> None:
         "grace: 1min",
     )
     assert log.path == tmp_path / "changes"
-    assert log.keeping == Keeping(
+    assert log.maintenance_policy == MaintenancePolicy(
         seal_bytes=64 << 20,
         seal_commits=100,
         seal_seconds=90.0,
         grace_seconds=60.0,
-        policy=Policy(age_seconds=36 * 3600, bytes=20 * 10**9, max_bytes=50 * 10**9),
+        retention=RetentionPolicy(age_seconds=36 * 3600, bytes=20 * 10**9, max_bytes=50 * 10**9),
     )
 
 
 @pytest.mark.parametrize("none", ["none", "None", '"none"'])
 def test_none_keeps_for_ever_and_sets_no_limit(tmp_path: Path, none: str) -> None:
-    policy = log_of(tmp_path, f"max_bytes: {none}", f"retention: {{age: {none}, bytes: {none}}}").keeping.policy
-    assert policy == Policy(age_seconds=None, bytes=None, max_bytes=None)
+    policy = log_of(
+        tmp_path, f"max_bytes: {none}", f"retention: {{age: {none}, bytes: {none}}}"
+    ).maintenance_policy.retention
+    assert policy == RetentionPolicy(age_seconds=None, bytes=None, max_bytes=None)
 
 
 def test_a_limit_may_come_from_the_environment(tmp_path: Path) -> None:
@@ -113,8 +115,8 @@ def test_a_limit_may_come_from_the_environment(tmp_path: Path) -> None:
 
 
 def test_a_log_with_a_limit_seals_before_the_unsealed_fills_it(tmp_path: Path) -> None:
-    assert log_of(tmp_path, "max_bytes: 64MiB").keeping.seal_bytes == 8 << 20
-    assert log_of(tmp_path, "max_bytes: 64GiB").keeping.seal_bytes == 128 << 20
+    assert log_of(tmp_path, "max_bytes: 64MiB").maintenance_policy.seal_bytes == 8 << 20
+    assert log_of(tmp_path, "max_bytes: 64GiB").maintenance_policy.seal_bytes == 128 << 20
 
 
 @pytest.mark.parametrize(

@@ -11,21 +11,21 @@ from threading import Event
 import pytest
 
 from tailrace.changelog.format.seal import Seal
-from tailrace.changelog.format.trimmed import Trimmed, TrimmedTable, write_trimmed
-from tailrace.changelog.maintain.maintenance import Keeping, keep
-from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.format.trimmed import TrimmedTable, TrimRecord, write_trimmed
+from tailrace.changelog.maintain.maintenance import MaintenancePolicy, maintain_once
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
 from tailrace.changelog.maintain.sealer import Sealer
-from tailrace.changelog.read.consumers import TableHint, consumer_path, leave_hints
+from tailrace.changelog.read.consumers import TableProgress, consumer_path, write_table_progress
 from tailrace.changelog.read.index import LogIndex
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.control import log_actions
 from tailrace.errors import ConfigError, ExitCode, LogBusy, LogUnusable
 from tailrace.model.schema import TableId
-from tailrace.pipeline.report import LoggedTable, LogReader, LogSealed
+from tailrace.pipeline.report import LoggedTable, LogReaderStatus, LogSealResult
 from tests.support.changes import SHOP
 from tests.support.logs import OTHER, STEP, Diary, inserts, quick_folder
 
-EVERYTHING = Policy(age_seconds=0.0)
+EVERYTHING = RetentionPolicy(age_seconds=0.0)
 
 
 @pytest.fixture
@@ -40,15 +40,15 @@ def diary(tmp_path: Path) -> Iterator[Diary]:
         diary.close()
 
 
-def hint(*numbers: int, commit: int, seq: int, name: str = "things") -> TableHint:
-    return TableHint(table=TableId("public", name), numbers=numbers, commit=commit, seq=seq)
+def hint(*numbers: int, commit: int, seq: int, name: str = "things") -> TableProgress:
+    return TableProgress(table=TableId("public", name), numbers=numbers, commit=commit, seq=seq)
 
 
-def seal(diary: Diary, grace_seconds: float = 300.0) -> LogSealed:
+def seal(diary: Diary, grace_seconds: float = 300.0) -> LogSealResult:
     return log_actions.seal(diary.path, grace_seconds=grace_seconds, progress=lambda done, of: None)
 
 
-def reader(diary: Diary, name: str) -> LogReader:
+def reader(diary: Diary, name: str) -> LogReaderStatus:
     return next(found for found in log_actions.readers(diary.path) if found.name == name)
 
 
@@ -57,19 +57,19 @@ def reader(diary: Diary, name: str) -> LogReader:
 
 def test_a_log_that_was_just_made_is_shown_as_empty(folder: Path) -> None:
     Diary(folder).close()
-    shown = log_actions.show(folder)
+    shown = log_actions.read_overview(folder)
     assert (shown.first_commit, shown.last_commit, shown.rows, shown.tables) == (None, None, 0, ())
     assert shown.source == "memory one/shop"
 
 
 def test_a_folder_without_a_log_is_an_error(folder: Path) -> None:
-    for look in (log_actions.show, log_actions.readers):
+    for look in (log_actions.read_overview, log_actions.readers):
         with pytest.raises(LogUnusable, match="no log here"):
             look(folder)
 
 
 def test_what_a_log_holds_is_the_same_before_and_after_it_is_sealed(diary: Diary) -> None:
-    before = log_actions.show(diary.path)
+    before = log_actions.read_overview(diary.path)
     assert (before.first_commit, before.last_commit, before.sealed_commit) == (1, 3, None)
     assert (before.rows, before.transactions, before.rows_trimmed) == (5, 3, 0)
     assert (before.start_position, before.end_position) == ("0/0", f"0/{3 * STEP:X}")
@@ -78,7 +78,7 @@ def test_what_a_log_holds_is_the_same_before_and_after_it_is_sealed(diary: Diary
     assert (things.name, things.number, things.versions, things.rows) == ("public.things", 1, 1, 3)
     assert (other.name, other.first_commit, other.last_commit, other.rows) == ("public.other", 2, 2, 2)
     seal(diary)
-    after = log_actions.show(diary.path)
+    after = log_actions.read_overview(diary.path)
     assert after.sealed_commit == 3
     for name in ("rows", "transactions", "start_position", "end_position", "written_from", "written_to"):
         assert getattr(after, name) == getattr(before, name), name
@@ -89,10 +89,10 @@ def test_what_a_log_holds_is_the_same_before_and_after_it_is_sealed(diary: Diary
 
 def test_what_is_trimmed_is_counted_and_where_the_log_begins_moves(diary: Diary) -> None:
     seal(diary)
-    leave_hints(diary.path, [hint(2, commit=1, seq=2, name="other")])
+    write_table_progress(diary.path, [hint(2, commit=1, seq=2, name="other")])
     diary.commit(inserts(6))
     log_actions.trim(diary.path, EVERYTHING)
-    shown = log_actions.show(diary.path)
+    shown = log_actions.read_overview(diary.path)
     assert (shown.first_commit, shown.last_commit) == (1, 4), "the other table still needs its rows of commit 2"
     assert (shown.rows, shown.rows_trimmed) == (3, 3)
     assert {table.name: table.rows_trimmed for table in shown.tables} == {
@@ -100,21 +100,21 @@ def test_what_is_trimmed_is_counted_and_where_the_log_begins_moves(diary: Diary)
         "public.things": 3,
         "public.other": 0,
     }
-    leave_hints(diary.path, [])
+    write_table_progress(diary.path, [])
     log_actions.trim(diary.path, EVERYTHING)
-    assert log_actions.show(diary.path).first_commit == 4
+    assert log_actions.read_overview(diary.path).first_commit == 4
 
 
 def test_what_processes_say_beside_the_log_is_not_counted_as_the_log(diary: Diary) -> None:
-    before = log_actions.show(diary.path).bytes
+    before = log_actions.read_overview(diary.path).bytes
     (diary.path / "status" / "spark.log").write_bytes(bytes(1 << 20))
-    assert log_actions.show(diary.path).bytes == before
+    assert log_actions.read_overview(diary.path).bytes == before
 
 
 def test_a_log_of_which_nothing_is_left_still_says_where_it_ends(diary: Diary) -> None:
     seal(diary)
     log_actions.trim(diary.path, EVERYTHING)
-    shown = log_actions.show(diary.path)
+    shown = log_actions.read_overview(diary.path)
     assert (shown.first_commit, shown.last_commit, shown.sealed_commit) == (None, 3, 3)
     assert shown.start_position == shown.end_position == f"0/{3 * STEP:X}"
     assert log_actions.verify(diary.path, lambda done, of: None).ok
@@ -130,16 +130,16 @@ def test_a_log_can_be_looked_at_while_it_is_written_sealed_and_trimmed(diary: Di
 
     def order() -> None:
         log = ChangeLog.open(diary.path)
-        keeping = Keeping(grace_seconds=0.0, policy=Policy(age_seconds=0.2))
+        keeping = MaintenancePolicy(grace_seconds=0.0, retention=RetentionPolicy(age_seconds=0.2))
         while not done.is_set():
-            keep(log, keeping, seal=True)
+            maintain_once(log, keeping, seal=True)
 
     with ThreadPoolExecutor() as pool:
         working = [pool.submit(write), pool.submit(order)]
         try:
             until = time.monotonic() + 2.0
             while time.monotonic() < until:
-                shown = log_actions.show(diary.path)
+                shown = log_actions.read_overview(diary.path)
                 assert shown.rows + shown.rows_trimmed >= 5
                 log_actions.readers(diary.path)
         finally:
@@ -194,7 +194,7 @@ def test_who_seals_is_told_that_another_one_is_at_it(diary: Diary, monkeypatch: 
             assert "try again" in caught.value.hint
             assert "--take-over" not in caught.value.hint
             assert caught.value.fields["pid"]
-        log_actions.show(diary.path)
+        log_actions.read_overview(diary.path)
         log_actions.verify(diary.path, lambda done, of: None)
 
 
@@ -203,9 +203,9 @@ def test_who_seals_is_told_that_another_one_is_at_it(diary: Diary, monkeypatch: 
 
 def test_trimming_keeps_what_is_young_unless_told_otherwise(diary: Diary) -> None:
     seal(diary)
-    assert log_actions.trim(diary.path, Policy()).files == 0
-    assert log_actions.trim(diary.path, Policy(), older_than_seconds=3600).files == 0
-    done = log_actions.trim(diary.path, Policy(age_seconds=None), older_than_seconds=0)
+    assert log_actions.trim(diary.path, RetentionPolicy()).files == 0
+    assert log_actions.trim(diary.path, RetentionPolicy(), older_than_seconds=3600).files == 0
+    done = log_actions.trim(diary.path, RetentionPolicy(age_seconds=None), older_than_seconds=0)
     assert (done.commits, done.files) == (3, 3)
     assert done.bytes > 0
     assert done.first_commit is None
@@ -221,8 +221,8 @@ def test_trimming_says_what_is_not_sealed(diary: Diary) -> None:
 
 def test_trimming_by_hand_takes_nothing_from_those_who_need_it_whatever_the_limit(diary: Diary) -> None:
     seal(diary)
-    leave_hints(diary.path, [hint(1, commit=0, seq=0)])
-    done = log_actions.trim(diary.path, Policy(age_seconds=0.0, bytes=1, max_bytes=1))
+    write_table_progress(diary.path, [hint(1, commit=0, seq=0)])
+    done = log_actions.trim(diary.path, RetentionPolicy(age_seconds=0.0, bytes=1, max_bytes=1))
     (table,) = done.readers
     assert (table.name, table.state, table.behind_rows) == ("public.things", "live", 3)
     assert table.held_bytes > 0
@@ -239,7 +239,7 @@ def test_what_was_recorded_as_gone_and_not_yet_removed_is_counted_once(diary: Di
     }
     write_trimmed(
         diary.path,
-        Trimmed(commit=3, position=sealed.end, next_seq=sealed.next_seq, transactions=3, rows=whole, tables=tables),
+        TrimRecord(commit=3, position=sealed.end, next_seq=sealed.next_seq, transactions=3, rows=whole, tables=tables),
     )
     diary.commit(inserts(6))
     index = LogIndex(ChangeLog.open(diary.path))
@@ -253,15 +253,15 @@ def test_what_was_recorded_as_gone_and_not_yet_removed_is_counted_once(diary: Di
 
 def _seals(diary: Diary) -> tuple[Seal, ...]:
     log = ChangeLog.open(diary.path)
-    log.cold.refresh()
-    return log.cold.seals
+    log.seal_index.refresh()
+    return log.seal_index.seals
 
 
 # --- who needs it ------------------------------------------------------------------------------------------
 
 
 def test_a_table_and_a_consumer_say_how_far_they_are(diary: Diary) -> None:
-    leave_hints(diary.path, [hint(1, commit=1, seq=2)])
+    write_table_progress(diary.path, [hint(1, commit=1, seq=2)])
     log = ChangeLog.open(diary.path)
     list(log.follow(table="public.other", consumer="nightly"))
     next(log.follow(consumer="slow"))
@@ -281,28 +281,28 @@ def test_a_table_and_a_consumer_say_how_far_they_are(diary: Diary) -> None:
 def test_one_that_expired_or_lost_rows_says_so_and_holds_nothing(diary: Diary) -> None:
     log = ChangeLog.open(diary.path)
     next(log.follow(table="public.things", consumer="gone", expires_seconds=0.0))
-    leave_hints(diary.path, [hint(2, commit=0, seq=0, name="other")])
+    write_table_progress(diary.path, [hint(2, commit=0, seq=0, name="other")])
     seal(diary)
     time.sleep(0.01)
     assert (reader(diary, "gone").state, reader(diary, "gone").held_bytes) == ("expired", 0)
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=None, max_bytes=100))
+        trim(sealer, RetentionPolicy(age_seconds=None, max_bytes=100))
     table = reader(diary, "public.other")
     assert (table.state, table.held_bytes) == ("detached", 0)
 
 
 def test_a_consumer_is_forgotten_by_its_name_and_a_table_is_not(diary: Diary) -> None:
     list(ChangeLog.open(diary.path).follow(consumer="nightly"))
-    leave_hints(diary.path, [hint(1, commit=1, seq=2)])
+    write_table_progress(diary.path, [hint(1, commit=1, seq=2)])
     with pytest.raises(ConfigError, match="no such consumer") as caught:
-        log_actions.forget(diary.path, "nigthly")
+        log_actions.forget_consumer(diary.path, "nigthly")
     assert "There are: nightly." in caught.value.hint
     with pytest.raises(ConfigError, match="lake table") as caught:
-        log_actions.forget(diary.path, "public.things")
+        log_actions.forget_consumer(diary.path, "public.things")
     assert "Exclude it" in caught.value.hint
     with pytest.raises(ConfigError, match="name is 1 to 63"):
-        log_actions.forget(diary.path, "../meta")
-    log_actions.forget(diary.path, "nightly")
+        log_actions.forget_consumer(diary.path, "../meta")
+    log_actions.forget_consumer(diary.path, "nightly")
     assert not consumer_path(diary.path, "nightly").exists()
     assert [found.name for found in log_actions.readers(diary.path)] == ["public.things"]
 

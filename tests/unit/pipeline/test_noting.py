@@ -12,12 +12,12 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import TableUnusable
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline.points.consistent_point import point_at
+from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.points.ledger import Absence
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import Lives, TableLife
-from tailrace.tables.location import Layout, Place
-from tailrace.tables.port import Cursor
+from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.tables.location import LakeLayout, TableLocation
+from tailrace.tables.port import AppliedPosition
 from tests.support.changes import SHOP
 from tests.support.logs import Diary, inserts, quick_folder
 
@@ -25,68 +25,70 @@ OTHER = TableId("public", "others")
 
 
 @pytest.fixture
-def lives(tmp_path: Path) -> Iterator[Lives]:
+def lives(tmp_path: Path) -> Iterator[TableRegistry]:
     """Two tables that have applied all of a log of two commits; only the first has rows in it."""
     with quick_folder(tmp_path) as folder:
         diary = Diary(folder / "log")
         diary.commit(inserts(1, 2), at=200)
         diary.commit(inserts(3), at=150)
         diary.close()
-        found = Lives(ChangeLog.open(diary.path), Layout(root=tmp_path / "lake"))
-        commit = found.grow()
-        there = Cursor(commit=commit, seq=found.index.next_seq(commit) - 1, position=found.index.end_of(commit))
+        found = TableRegistry(ChangeLog.open(diary.path), LakeLayout(root=tmp_path / "lake"))
+        commit = found.refresh_index()
+        there = AppliedPosition(
+            commit=commit, seq=found.index.next_seq(commit) - 1, position=found.index.end_of(commit)
+        )
         for table, version in ((SHOP.table, 3), (OTHER, 8)):
-            found.tables[table] = TableLife(
+            found.tables[table] = ManagedTable(
                 table,
-                Place(path=tmp_path / "lake" / table.name, log_id=found.log.log_id),
+                TableLocation(path=tmp_path / "lake" / table.name, log_id=found.log.log_id),
                 state=TableState.LIVE,
-                cursor=there,
-                shape=SHOP,
-                version=version,
+                applied_position=there,
+                schema=SHOP,
+                lake_version=version,
             )
-        found.tables[OTHER].shape = replace(SHOP, table=OTHER, relation=99)
+        found.tables[OTHER].schema = replace(SHOP, table=OTHER, relation=99)
         yield found
 
 
-def test_a_point_has_the_version_of_every_table_that_is_there(lives: Lives) -> None:
-    point = point_at(lives, lives.index.commit)
+def test_a_point_has_the_version_of_every_table_that_is_there(lives: TableRegistry) -> None:
+    point = build_point(lives, lives.index.last_commit)
     assert point is not None
     assert (point.versions, point.missing) == ({SHOP.table: 3, OTHER: 8}, {})
 
 
-def test_a_point_bears_the_newest_time_of_the_log_up_to_there_not_the_last(lives: Lives) -> None:
-    point = point_at(lives, lives.index.commit)
+def test_a_point_bears_the_newest_time_of_the_log_up_to_there_not_the_last(lives: TableRegistry) -> None:
+    point = build_point(lives, lives.index.last_commit)
     assert point is not None
     assert point.committed_at == 200
 
 
-def test_what_was_loaded_counts_as_of_the_sources_clock_then_and_only_where_it_is_there(lives: Lives) -> None:
+def test_what_was_loaded_counts_as_of_the_sources_clock_then_and_only_where_it_is_there(lives: TableRegistry) -> None:
     """Rows that were loaded may be younger than all that the log has."""
     lives.tables[OTHER].loaded_at = 300
-    point = point_at(lives, lives.index.commit)
+    point = build_point(lives, lives.index.last_commit)
     assert point is not None
     assert point.committed_at == 300
     fail(lives.tables[OTHER])
-    point = point_at(lives, lives.index.commit)
+    point = build_point(lives, lives.index.last_commit)
     assert point is not None
     assert (list(point.versions), point.committed_at) == ([SHOP.table], 200)
 
 
-def test_the_sources_time_of_a_load_is_known_to_the_next_process(lives: Lives) -> None:
+def test_the_sources_time_of_a_load_is_known_to_the_next_process(lives: TableRegistry) -> None:
     life = lives.tables[OTHER]
-    assert life.cursor is not None
-    life.cursor = replace(life.cursor, load="a-load")
-    lives.seeds.remember("a-load", ZERO, time=300)
-    lives.notice_reread(life)
+    assert life.applied_position is not None
+    life.applied_position = replace(life.applied_position, load="a-load")
+    lives.load_store.record_ahead_range("a-load", ZERO, time=300)
+    lives.update_repair_state(life)
     assert life.loaded_at == 300
 
 
-def stand(life: TableLife, position: Lsn, seq: int) -> None:
-    assert life.cursor is not None
-    life.cursor = replace(life.cursor, position=position, seq=seq, commit=0)
+def stand(life: ManagedTable, position: Lsn, seq: int) -> None:
+    assert life.applied_position is not None
+    life.applied_position = replace(life.applied_position, position=position, seq=seq, commit=0)
 
 
-def fail(life: TableLife) -> None:
+def fail(life: ManagedTable) -> None:
     life.fail(TableUnusable("it is full", hint="Make room."))
 
 
@@ -96,10 +98,10 @@ def fail(life: TableLife) -> None:
         (lambda life: life.lock.acquire(), "live", "it was being worked on"),
         (lambda life: stand(life, ZERO, 0), "live", "it was behind the others"),
         (lambda life: stand(life, Lsn(1 << 60), 99), "live", "it was ahead of the others"),
-        (lambda life: setattr(life, "replay", "a-load"), "live", "it was just loaded, and not all"),
-        (lambda life: setattr(life, "halted", True), "live", "it waits for a load"),
-        (lambda life: setattr(life, "version", None), "live", "its folder is gone"),
-        (lambda life: setattr(life, "cursor", None), "live", "it is not loaded yet"),
+        (lambda life: setattr(life, "catch_up_load", "a-load"), "live", "it was just loaded, and not all"),
+        (lambda life: setattr(life, "apply_suspended", True), "live", "it waits for a load"),
+        (lambda life: setattr(life, "lake_version", None), "live", "its folder is gone"),
+        (lambda life: setattr(life, "applied_position", None), "live", "it is not loaded yet"),
         (lambda life: setattr(life, "state", TableState.SEEDING), "seeding", "it is being loaded"),
         (lambda life: setattr(life, "state", TableState.PAUSED), "paused", "it is paused"),
         (lambda life: setattr(life, "state", TableState.LOADED), "loaded", "it was loaded once"),
@@ -108,42 +110,42 @@ def fail(life: TableLife) -> None:
     ids=["busy", "behind", "ahead", "replayed", "halted", "gone", "bare", "seeding", "paused", "once", "failed"],
 )
 def test_a_table_that_is_not_there_is_left_out_and_holds_back_no_other(
-    lives: Lives, become: Callable[[TableLife], object], state: str, why: str
+    lives: TableRegistry, become: Callable[[ManagedTable], object], state: str, why: str
 ) -> None:
     become(lives.tables[SHOP.table])
-    point = point_at(lives, lives.index.commit)
+    point = build_point(lives, lives.index.last_commit)
     assert point is not None
     assert point.versions == {OTHER: 8}
     absence = point.missing[SHOP.table]
     assert (list(point.missing), absence.state) == ([SHOP.table], state)
     assert absence.why.startswith(why)
-    assert absence.passing == (state == "live")
+    assert absence.is_temporary == (state == "live")
 
 
-def test_a_table_of_an_earlier_commit_is_at_no_later_point_but_a_quiet_one_is(lives: Lives) -> None:
+def test_a_table_of_an_earlier_commit_is_at_no_later_point_but_a_quiet_one_is(lives: TableRegistry) -> None:
     index = lives.index
     for life in lives.tables.values():
         stand(life, index.end_of(1), index.next_seq(1) - 1)
-    first, last = point_at(lives, 1), point_at(lives, 2)
+    first, last = build_point(lives, 1), build_point(lives, 2)
     assert first is not None
     assert last is not None
     assert first.versions == {SHOP.table: 3, OTHER: 8}
     assert last.versions == {OTHER: 8}, "it has no row in the second commit"
 
 
-def test_where_no_table_is_there_is_no_point_and_one_that_never_was_is_not_missing(lives: Lives) -> None:
-    lives.tables[SHOP.table].gone, lives.tables[SHOP.table].state = True, TableState.NEW
-    point = point_at(lives, lives.index.commit)
+def test_where_no_table_is_there_is_no_point_and_one_that_never_was_is_not_missing(lives: TableRegistry) -> None:
+    lives.tables[SHOP.table].missing_at_source, lives.tables[SHOP.table].state = True, TableState.NEW
+    point = build_point(lives, lives.index.last_commit)
     assert point is not None
     assert point.missing == {}
     fail(lives.tables[OTHER])
-    assert point_at(lives, lives.index.commit) is None
+    assert build_point(lives, lives.index.last_commit) is None
 
 
-def test_a_table_is_asked_for_its_version_once(lives: Lives) -> None:
+def test_a_table_is_asked_for_its_version_once(lives: TableRegistry) -> None:
     """A folder without a table tells of none; nobody is kept out of it afterwards."""
-    lives.tables[OTHER].version = None
-    point = point_at(lives, lives.index.commit)
+    lives.tables[OTHER].lake_version = None
+    point = build_point(lives, lives.index.last_commit)
     assert point is not None
     assert point.missing == {OTHER: Absence(state="live", why="its folder is gone")}
     assert lives.tables[OTHER].lock.acquire(blocking=False)

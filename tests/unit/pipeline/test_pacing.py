@@ -86,7 +86,7 @@ def test_what_is_merged_beside_is_owed_for_and_a_second_of_two_at_once_is_one(da
     assert day.pace.rest_seconds(backlog=False) == pytest.approx(6.0)
     day.pass_by(6.0)
     assert day.pace.rest_seconds(backlog=False) == 0.0
-    assert day.pace.share() == pytest.approx(0.5)
+    assert day.pace.merging_share() == pytest.approx(0.5)
 
 
 def test_a_merge_beside_the_rest_is_no_rest(day: Day) -> None:
@@ -97,15 +97,15 @@ def test_a_merge_beside_the_rest_is_no_rest(day: Day) -> None:
 
 
 def test_the_share_is_that_of_the_last_minute_and_counts_the_merge_under_way(day: Day) -> None:
-    assert day.pace.share() == 0.0
+    assert day.pace.merging_share() == 0.0
     day.merge(15.0)
     day.pass_by(15.0)
-    assert day.pace.share() == pytest.approx(0.5)
+    assert day.pace.merging_share() == pytest.approx(0.5)
     day.pass_by(SHARE_SECONDS)
-    assert day.pace.share() == 0.0
+    assert day.pace.merging_share() == 0.0
     with day.pace.merging():
         day.pass_by(SHARE_SECONDS / 4)
-        assert day.pace.share() == pytest.approx(0.25)
+        assert day.pace.merging_share() == pytest.approx(0.25)
 
 
 def test_the_share_can_be_asked_for_while_another_thread_merges() -> None:
@@ -120,7 +120,7 @@ def test_the_share_can_be_asked_for_while_another_thread_merges() -> None:
     thread.start()
     assert inside.wait(SECONDS_MAX)
     time.sleep(0.01)
-    assert pace.share() > 0.0
+    assert pace.merging_share() > 0.0
     over.set()
     thread.join(SECONDS_MAX)
 
@@ -129,9 +129,9 @@ def test_the_share_can_be_asked_for_while_another_thread_merges() -> None:
 def test_whoever_hurries_ends_a_rest_at_once(before: bool) -> None:
     pace = Pace()
     if before:
-        pace.hurry()
+        pace.stop_resting()
     resting = threading.Thread(target=pace.rest, args=(600.0,))
     resting.start()
-    pace.hurry()
+    pace.stop_resting()
     resting.join(SECONDS_MAX)
     assert not resting.is_alive()

@@ -10,26 +10,31 @@ import pytest
 
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model import change
-from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
+from tailrace.model.catalogue_facts import CatalogueFacts, ColumnFacts, StorageFacts
 from tailrace.model.position import Lsn
-from tailrace.pipeline.loads.history_catch_up import stretch_to
+from tailrace.pipeline.loads.history_catch_up import next_range_to
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import Lives, TableLife
-from tailrace.tables.location import Layout, Place
-from tailrace.tables.spec import Form, TableMode
+from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.tables.location import LakeLayout, TableLocation
+from tailrace.tables.spec import TableMode, TableSpec
 from tailrace.tasks.work import ApplyWork, apply_changes
 from tests.support.changes import SHOP, insert
 from tests.support.logs import WIDER, Diary, inserts
 from tests.support.windows import window
 
-NUMBERED = ColumnFacts(number=1, nullable=True, default=None, fill=None, stamp=1)
-OF_SHOP = Facts(
+NUMBERED = ColumnFacts(number=1, nullable=True, default=None, fast_default=None, definition_version=1)
+OF_SHOP = CatalogueFacts(
     columns=tuple(replace(NUMBERED, number=i + 1) for i in range(len(SHOP.columns))),
-    made=len(SHOP.columns),
-    storage=(Storage(relation=SHOP.relation or 0, name="public.things", file=5, attached=False),),
+    columns_ever=len(SHOP.columns),
+    storage=(StorageFacts(relation=SHOP.relation or 0, name="public.things", file=5, attached=False),),
 )
 OLD = replace(SHOP, facts=OF_SHOP)
-NEW = replace(WIDER, facts=replace(OF_SHOP, columns=(*OF_SHOP.columns, replace(NUMBERED, number=9, stamp=2)), made=9))
+NEW = replace(
+    WIDER,
+    facts=replace(
+        OF_SHOP, columns=(*OF_SHOP.columns, replace(NUMBERED, number=9, definition_version=2)), columns_ever=9
+    ),
+)
 """The same table after a column was added."""
 
 
@@ -69,36 +74,38 @@ def write_log(folder: Path) -> tuple[Lsn, Lsn]:
 def test_what_lies_before_the_point_in_its_commit_is_applied(tmp_path: Path, mode: TableMode) -> None:
     middle, end = write_log(tmp_path / "log")
     log = ChangeLog.open(tmp_path / "log")
-    lives = Lives(log, Layout(root=tmp_path / "lake"))
-    lives.grow()
-    place = Place(path=tmp_path / "lake" / "t", log_id=log.log_id, form=Form(mode=mode))
-    start = lives.cursor_at(lives.index.end_of(1))
+    lives = TableRegistry(log, LakeLayout(root=tmp_path / "lake"))
+    lives.refresh_index()
+    place = TableLocation(path=tmp_path / "lake" / "t", log_id=log.log_id, spec=TableSpec(mode=mode))
+    start = lives.applied_position_at(lives.index.end_of(1))
     place.open().load(SHOP, [], start)
-    life = TableLife(SHOP.table, place, state=TableState.LIVE, cursor=place.open().cursor(), shape=SHOP)
-    life.halted = True
+    life = ManagedTable(
+        SHOP.table, place, state=TableState.LIVE, applied_position=place.open().applied_position(), schema=SHOP
+    )
+    life.apply_suspended = True
     for point, rows in ((middle, 1), (end, 2)):
         turns = 0
-        while (stretch := stretch_to(lives, life, point)) is not None:
+        while (stretch := next_range_to(lives, life, point)) is not None:
             turns += 1
             assert turns <= 2, "it comes no further"
-            assert life.cursor is not None
+            assert life.applied_position is not None
             outcome = apply_changes(
                 ApplyWork(
                     table=life.table,
                     log=log.path,
-                    place=place,
+                    location=place,
                     slices=stretch.slices,
-                    shape=SHOP,
-                    expected=life.cursor,
-                    cursor=stretch.cursor,
-                    upto=stretch.upto,
+                    schema=SHOP,
+                    expected=life.applied_position,
+                    position_after=stretch.position_after,
+                    until=stretch.until,
                 )
             )
             assert outcome.error is None
-            assert outcome.cursor is not None
+            assert outcome.applied_position is not None
             assert outcome.schema is not None
-            life.moved(outcome.cursor, outcome.schema, outcome.version)
-        cursor = place.open().cursor()
+            life.record_commit(outcome.applied_position, outcome.schema, outcome.version)
+        cursor = place.open().applied_position()
         assert cursor is not None
         assert (cursor.position, place.open().rows()) == (point, rows)
 
@@ -107,38 +114,40 @@ def test_what_lies_before_the_point_in_its_commit_is_applied(tmp_path: Path, mod
 def test_rows_of_each_shape_in_the_commit_of_the_point_are_applied(tmp_path: Path, mode: TableMode) -> None:
     middle, end = write_log_of_two_shapes(tmp_path / "log")
     log = ChangeLog.open(tmp_path / "log")
-    lives = Lives(log, Layout(root=tmp_path / "lake"))
-    lives.grow()
-    place = Place(path=tmp_path / "lake" / "t", log_id=log.log_id, form=Form(mode=mode))
-    place.open().load(OLD, [], lives.cursor_at(lives.index.end_of(1)))
-    life = TableLife(SHOP.table, place, state=TableState.LIVE, cursor=place.open().cursor(), shape=OLD)
-    life.halted = True
+    lives = TableRegistry(log, LakeLayout(root=tmp_path / "lake"))
+    lives.refresh_index()
+    place = TableLocation(path=tmp_path / "lake" / "t", log_id=log.log_id, spec=TableSpec(mode=mode))
+    place.open().load(OLD, [], lives.applied_position_at(lives.index.end_of(1)))
+    life = ManagedTable(
+        SHOP.table, place, state=TableState.LIVE, applied_position=place.open().applied_position(), schema=OLD
+    )
+    life.apply_suspended = True
     for point, rows in ((middle, 2), (end, 3)):
         turns = 0
-        while (stretch := stretch_to(lives, life, point)) is not None:
+        while (stretch := next_range_to(lives, life, point)) is not None:
             turns += 1
             assert turns <= 3, "it comes no further"
-            assert life.cursor is not None
-            assert life.shape is not None
+            assert life.applied_position is not None
+            assert life.schema is not None
             if stretch.recast is not None:
-                place.open().evolve(stretch.recast, life.cursor)
-                life.moved(life.cursor, stretch.recast.schema)
+                place.open().evolve(stretch.recast, life.applied_position)
+                life.record_commit(life.applied_position, stretch.recast.schema)
                 continue
             outcome = apply_changes(
                 ApplyWork(
                     table=life.table,
                     log=log.path,
-                    place=place,
+                    location=place,
                     slices=stretch.slices,
-                    shape=life.shape,
-                    expected=life.cursor,
-                    cursor=stretch.cursor,
-                    upto=stretch.upto,
+                    schema=life.schema,
+                    expected=life.applied_position,
+                    position_after=stretch.position_after,
+                    until=stretch.until,
                 )
             )
             assert outcome.error is None
-            assert outcome.cursor is not None
-            life.moved(outcome.cursor, life.shape, outcome.version)
-        cursor = place.open().cursor()
+            assert outcome.applied_position is not None
+            life.record_commit(outcome.applied_position, life.schema, outcome.version)
+        cursor = place.open().applied_position()
         assert cursor is not None
         assert (cursor.position, place.open().rows()) == (point, rows)

@@ -13,10 +13,10 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli.main import main
 from tailrace.control.point_in_time import TablesAt, find_point
 from tailrace.errors import ConfigError
-from tailrace.pipeline.points.consistent_point import point_at
+from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.points.ledger import Ledger
 from tailrace.pipeline.report import TableState
-from tailrace.tables.location import Place
+from tailrace.tables.location import TableLocation
 from tests.support.changes import SHOP, insert
 from tests.support.quiet import THINGS, Quiet
 
@@ -36,9 +36,9 @@ def note(quiet: Quiet) -> None:
     """What whoever applies does at the end of a micro-batch."""
     lives = quiet.lives()
     lives.add(THINGS).state = TableState.LIVE
-    point = point_at(lives, lives.index.commit)
+    point = build_point(lives, lives.index.last_commit)
     assert point is not None
-    Ledger(quiet.settings.log.path).note(point)
+    Ledger(quiet.settings.log.path).record(point)
 
 
 def folder(quiet: Quiet) -> Path:
@@ -70,8 +70,8 @@ def test_a_table_that_was_made_anew_is_left_out_of_points_of_before(
 def test_a_table_that_is_partitioned_otherwise_where_it_stands_is_still_that_table(quiet: Quiet) -> None:
     log = ChangeLog.open(quiet.settings.log.path)
     quiet.file.write_text(quiet.file.read_text().replace("on_bad_row: stop", "on_bad_row: stop, partition_by: [n]"))
-    place: Place = quiet.settings.tables.layout.place(THINGS, log.log_id)
-    assert place.form.partition_by == ("n",)
+    place: TableLocation = quiet.settings.tables.layout.location(THINGS, log.log_id)
+    assert place.spec.partition_by == ("n",)
     quiet.load([{"id": 1, "n": 0}], SHOP)
     assert find_point(quiet.settings).versions == {THINGS: 1}
 

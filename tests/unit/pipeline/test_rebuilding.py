@@ -19,18 +19,18 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.changelog.format.coverage import announce, confirm
+from tailrace.changelog.format.coverage import announce_tables, confirm_tables
 from tailrace.changelog.format.gaps import Gap, record_gap
-from tailrace.changelog.maintain.retention import Policy, trim
-from tailrace.changelog.maintain.sealer import Limits, Sealer
-from tailrace.changelog.write.log_lease import Lease
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
+from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.write.log_lease import LogLease
 from tailrace.cli.main import main
-from tailrace.deadletters.store import Letters
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import ExitCode, ForeignWrite
 from tailrace.model.position import Lsn
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.status import APPLIER, leave_note, read_status
-from tailrace.tasks.load_store import Seeds
+from tailrace.pipeline.status import APPLIER_LEASE, read_status, write_status_file
+from tailrace.tasks.load_store import LoadStore
 from tests.support.changes import KEYLESS, SHOP, delete, insert, move, update
 from tests.support.logs import WIDER
 from tests.support.quiet import FULL, NARROW, THINGS, Quiet
@@ -75,7 +75,7 @@ def wreck(quiet: Quiet) -> None:
     """What a person does who takes a mirror for a table of his own."""
     DeltaTable(str(quiet.settings.tables.layout.path(THINGS))).delete("id = 1")
     with pytest.raises(ForeignWrite):
-        quiet.table.cursor()
+        quiet.table.applied_position()
 
 
 def test_a_table_that_others_changed_is_as_it_was_and_goes_on(quiet: Quiet, call: Any) -> None:
@@ -96,7 +96,7 @@ def test_its_failure_is_over_and_what_it_was_loaded_with_stays_known(
     before = read_status(quiet.settings)
     failed = replace(before.tables[0], rows_loaded=3)
     assert (failed.state, failed.reason) == (TableState.FAILED, "foreign-write")
-    leave_note(quiet.settings.log.path, replace(before, tables=(failed,)))
+    write_status_file(quiet.settings.log.path, replace(before, tables=(failed,)))
     assert not caplog.records, "who only looks shows it, and does not log it as well"
     rebuilt(call)
     (now,) = read_status(quiet.settings).tables
@@ -163,9 +163,9 @@ def test_a_position_inside_a_commit_takes_the_transactions_up_to_it(quiet: Quiet
 
 def test_a_position_inside_what_is_sealed_is_exact(quiet: Quiet, call: Any) -> None:
     positions = [quiet.commit(update(1, n=1000 + n), insert(100 + n, n=n)) for n in range(6)]
-    with Sealer(quiet.settings.log.path, limits=Limits(commits=2, join_count=2)) as sealer:
+    with Sealer(quiet.settings.log.path, limits=SealLimits(commits=2, merge_count=2)) as sealer:
         sealer.seal()
-        sealer.join()
+        sealer.merge_seals()
     found = rebuilt(call, "--to", str(positions[2]))
     expected = {1: 1002, 4: 44, 5: 5, 100: 0, 101: 1, 102: 2}
     assert (found["changes"], quiet.ns(), quiet.cursor.position) == (6, expected, positions[2])
@@ -201,8 +201,8 @@ def test_a_table_that_was_out_of_the_publication_is_not_rebuilt_while_nobody_kno
     quiet: Quiet, call: Any
 ) -> None:
     path, position, tables = quiet.settings.log.path, quiet.diary.writer.position, [(THINGS, SHOP.relation or 0)]
-    confirm(path, tables, Lsn(1))
-    announce(path, tables, Lsn(position.value + 150))
+    confirm_tables(path, tables, Lsn(1))
+    announce_tables(path, tables, Lsn(position.value + 150))
     quiet.diary.commit()
     quiet.commit(update(1, n=7))
     assert refused_at(quiet, call, quiet.diary.writer.position)
@@ -234,10 +234,10 @@ def test_versions_of_before_can_still_be_read(quiet: Quiet, call: Any) -> None:
 
 def land(quiet: Quiet, passed: Lsn) -> None:
     """A load of no rows that has landed, and is whole once the log has passed this."""
-    seeds = Seeds(quiet.settings.log.path)
+    seeds = LoadStore(quiet.settings.log.path)
     seeds.folder("abc").mkdir(parents=True)
-    seeds.land("abc", passed)
-    shape = quiet.table.shape()
+    seeds.record_commit("abc", passed)
+    shape = quiet.table.schema()
     assert shape is not None
     quiet.table.load(shape, [], replace(quiet.cursor, load="abc"))
 
@@ -266,9 +266,9 @@ def test_without_the_changes_it_refuses_and_names_the_remedy(quiet: Quiet, call:
         (path / "_delta_log" / f"{version:020d}.json").rename(path / f"{version}.hidden")
     for version in (7,):
         (path / "_delta_log" / f"{version:020d}.json").rename(path / "_delta_log" / f"{1:020d}.json")
-    with Sealer(quiet.settings.log.path, limits=Limits(commits=2, join_count=2)) as sealer:
+    with Sealer(quiet.settings.log.path, limits=SealLimits(commits=2, merge_count=2)) as sealer:
         sealer.seal()
-        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     code, _, err = call("public.things")
     assert code == ExitCode.LOG
     assert "the log no longer holds the changes after it" in err
@@ -355,11 +355,11 @@ def test_a_position_before_a_load_that_cleared_letters_is_refused(lettered: Quie
 
 def test_the_version_just_before_a_letter_was_delivered_is_no_base(lettered: Quiet) -> None:
     before, here = lettered.table.version(), lettered.cursor
-    letters = Letters(lettered.settings.log.path, THINGS)
+    letters = DeadLetterStore(lettered.settings.log.path, THINGS)
     row = pa.Table.from_pylist([{"id": 2, "n": 22}], pa.schema(SHOP.row_fields()))
-    put = lettered.table.put(SHOP, row, here).version
+    put = lettered.table.upsert_rows(SHOP, row, here).version
     letters.write(SHOP, here.seq, SHOP.change_schema().empty_table(), [], [2], there=True, version=put)
-    letters.tidy(here.seq)
+    letters.remove_closed(here.seq)
     arguments = ["rebuild", str(lettered.file), "public.things"]
     assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG, "it has the same `_seq`"
     assert main(arguments) == ExitCode.OK, "with what was delivered"
@@ -411,7 +411,7 @@ def test_the_table_of_another_pipeline_is_left_alone_and_no_load_is_advised_that
 
 
 def test_while_something_applies_it_refuses(quiet: Quiet, call: Any) -> None:
-    held = Lease(quiet.settings.log.path, APPLIER)
+    held = LogLease(quiet.settings.log.path, APPLIER_LEASE)
     try:
         code, _, err = call("public.things")
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.capture.postgres.chunks import Cut, Plan
+from tailrace.capture.postgres.chunks import ChunkKind, Plan
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli.main import main
 from tailrace.errors import BaseRowMissing, ExitCode
@@ -24,12 +24,12 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.apply import applier as applying_module
 from tailrace.pipeline.capture.source_factory import open_source
-from tailrace.pipeline.loads.load_commit import last_seen
-from tailrace.pipeline.loads.running_load import Load
-from tailrace.pipeline.points.consistent_point import point_at
+from tailrace.pipeline.loads.load_commit import newest_row_position
+from tailrace.pipeline.loads.running_load import RunningLoad
+from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import RETRIES_MAX, TableLife
-from tailrace.tasks.load_store import REMEMBERED_SECONDS, Seed, Seeds, Wish
+from tailrace.pipeline.tables.registry import RETRIES_MAX, ManagedTable
+from tailrace.tasks.load_store import REMEMBERED_SECONDS, LoadRecord, LoadRequest, LoadStore
 from tailrace.tasks.work import Outcome
 from tests.support.changes import SHOP, insert, update
 from tests.support.loads import Local
@@ -54,7 +54,7 @@ def process(quiet: Quiet) -> Iterator[Counting]:
     log = ChangeLog.open(quiet.settings.log.path)
     applying = Counting(quiet.settings, log, open_source(quiet.settings, log.log_id))
     try:
-        applying.lives.grow()
+        applying.registry.refresh_index()
         yield applying
     finally:
         applying.stop()
@@ -74,15 +74,15 @@ def lacking(folder: Path) -> Quiet:
     return quiet
 
 
-def advance(applying: Local, life: TableLife) -> None:
-    applying._advance([life], applying.lives.grow())
+def advance(applying: Local, life: ManagedTable) -> None:
+    applying._advance([life], applying.registry.refresh_index())
 
 
 @pytest.mark.parametrize("mode", ["initial", "schema_only"])
 def test_a_source_that_does_not_answer_fails_no_table_that_must_read_a_row(tmp_path: Path, mode: str) -> None:
     quiet = lacking(tmp_path)
     with process(quiet) as applying:
-        life = applying.lives.add(THINGS, mode=mode)
+        life = applying.registry.add(THINGS, mode=mode)
         started = time.monotonic()
         for _ in range(RETRIES_MAX + 2):
             life.not_before = min(life.not_before, time.monotonic())  # as if that long had passed
@@ -98,13 +98,13 @@ def test_a_table_that_waits_for_the_source_is_left_to_the_sweep(
 ) -> None:
     monkeypatch.setattr(applying_module, "SOURCE_SECONDS", 0.01)
     with process(lacking(tmp_path)) as applying:
-        life = applying.lives.add(THINGS, mode="schema_only")
-        applying._come_to(applying.lives.grow())
+        life = applying.registry.add(THINGS, mode="schema_only")
+        applying._come_to(applying.registry.refresh_index())
         assert applying.runs == 1
         time.sleep(0.02)
-        applying._come_to(applying.lives.grow())
+        applying._come_to(applying.registry.refresh_index())
         assert applying.runs == 1, "no micro-batch waits for the source again"
-        applying.sweep()
+        applying.advance_skipped()
         assert applying.runs == 2
         assert life.state is TableState.CATCHING_UP
 
@@ -113,22 +113,22 @@ def test_a_table_that_is_never_loaded_is_at_no_point_while_a_row_is_newer_than_i
     quiet = loaded(tmp_path)
     quiet.commit(insert(2, n=2))
     with process(quiet) as applying:
-        lives = applying.lives
+        lives = applying.registry
         life = lives.add(THINGS, mode="schema_only")
         advance(applying, life)
         assert life.state is TableState.LIVE
-        assert point_at(lives, lives.index.commit) is not None
+        assert build_point(lives, lives.index.last_commit) is not None
         end = quiet.commit(insert(3, n=3))
         quiet.diary.commit()
         seen = Lsn(end.value + 150)
-        lives.seeds.reread("first", Lsn(end.value + 100), seen)  # as the task does, before its commit
+        lives.load_store.record_refetch("first", Lsn(end.value + 100), seen)  # as the task does, before its commit
         advance(applying, life)
-        assert (life.healing, life.state) == (True, TableState.CATCHING_UP)
-        assert point_at(lives, lives.index.commit) is None
+        assert (life.repairing, life.state) == (True, TableState.CATCHING_UP)
+        assert build_point(lives, lives.index.last_commit) is None
         quiet.diary.commit()
         advance(applying, life)
-        assert (life.mixed, life.state) == (False, TableState.LIVE)
-        assert point_at(lives, lives.index.commit) is not None
+        assert (life.ahead_of_position, life.state) == (False, TableState.LIVE)
+        assert build_point(lives, lives.index.last_commit) is not None
 
 
 def rebuild(quiet: Quiet, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
@@ -145,7 +145,7 @@ def healed(folder: Path) -> tuple[Quiet, Lsn]:
         quiet.apply()
     at = quiet.commit(insert(4, n=4))
     seen = Lsn(at.value + 150)
-    Seeds(quiet.settings.log.path).reread("first", at, seen)
+    LoadStore(quiet.settings.log.path).record_refetch("first", at, seen)
     quiet.apply()
     return quiet, seen
 
@@ -176,7 +176,7 @@ def test_what_is_known_of_a_load_lasts_as_long_as_its_table(tmp_path: Path, caps
     os.utime(str(record), (time.time() - REMEMBERED_SECONDS - 60,) * 2)
     keeping = quiet.seed_keeping()
     keeping._lives.add(THINGS)
-    Seeds(quiet.settings.log.path).sweep(keeping.loads)
+    LoadStore(quiet.settings.log.path).remove_leftovers(keeping.loads_in_use)
     code, _ = rebuild(quiet, capsys)
     assert code == ExitCode.OK
 
@@ -184,11 +184,11 @@ def test_what_is_known_of_a_load_lasts_as_long_as_its_table(tmp_path: Path, caps
 def test_nothing_is_forgotten_while_a_table_does_not_say_where_it_stands(tmp_path: Path) -> None:
     quiet = loaded(tmp_path)
     keeping = quiet.seed_keeping()
-    assert keeping.loads == set()
+    assert keeping.loads_in_use == set()
     life = keeping._lives.add(TableId("public", "others"))
-    assert keeping.loads == set(), "one that is not there comes from none"
+    assert keeping.loads_in_use == set(), "one that is not there comes from none"
     life.fail(BaseRowMissing("it cannot be read", hint="Mend it."))
-    assert keeping.loads is None
+    assert keeping.loads_in_use is None
 
 
 def test_a_log_that_grows_meanwhile_does_not_make_a_table_whole(
@@ -197,15 +197,17 @@ def test_a_log_that_grows_meanwhile_does_not_make_a_table_whole(
     quiet = loaded(tmp_path)
     lives = quiet.lives()
     life = lives.add(SHOP.table)
-    assert life.cursor is not None
-    lives.seeds.reread("first", life.cursor.position, Lsn(life.cursor.position.value + 50))
-    lives.notice_reread(life)
+    assert life.applied_position is not None
+    lives.load_store.record_refetch(
+        "first", life.applied_position.position, Lsn(life.applied_position.position.value + 50)
+    )
+    lives.update_repair_state(life)
     look = lives.pending
 
     def grown(*arguments: Any) -> Any:
         found = look(*arguments)
         quiet.commit(update(1, n=5))
-        lives.grow()
+        lives.refresh_index()
         return found
 
     monkeypatch.setattr(lives, "pending", grown)
@@ -216,11 +218,13 @@ def test_a_part_that_is_loaded_leaves_rows_as_new_as_they_were(tmp_path: Path) -
     quiet = loaded(tmp_path)
     lives = quiet.lives()
     life = lives.add(THINGS)
-    assert life.cursor is not None
-    healed_at = Lsn(life.cursor.position.value + 500)
-    lives.seeds.reread("first", life.cursor.position, healed_at)
-    lives.notice_reread(life)
-    plan = Plan(schema=SHOP, leaves=(), cut=Cut.KEY, chunks=())
-    seed = Seed(plan=plan, point=life.cursor.position, wish=Wish(table=THINGS, where="id = 9"))
-    part = Load(life=life, seed=seed, todo=deque(), staged={}, shared=None)
-    assert last_seen(lives, part, life.cursor.position) == healed_at
+    assert life.applied_position is not None
+    healed_at = Lsn(life.applied_position.position.value + 500)
+    lives.load_store.record_refetch("first", life.applied_position.position, healed_at)
+    lives.update_repair_state(life)
+    plan = Plan(schema=SHOP, leaves=(), cut=ChunkKind.KEY, chunks=())
+    seed = LoadRecord(
+        plan=plan, snapshot_position=life.applied_position.position, request=LoadRequest(table=THINGS, where="id = 9")
+    )
+    part = RunningLoad(managed=life, record=seed, unread_chunks=deque(), staged={}, shared_snapshot=None)
+    assert newest_row_position(lives, part, life.applied_position.position) == healed_at

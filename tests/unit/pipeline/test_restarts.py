@@ -10,28 +10,28 @@ import pytest
 
 from tailrace.errors import TailraceError
 from tailrace.pipeline.capture.capture_process import CaptureChild
-from tailrace.pipeline.capture.restarts import RESTARTS_MAX, RESTARTS_SECONDS, Restarts
+from tailrace.pipeline.capture.restarts import RESTARTS_MAX, RESTARTS_SECONDS, RestartLimit
 
 
 def test_so_many_within_an_hour_and_again_later() -> None:
     now = 0.0
-    restarts = Restarts(clock=lambda: now)
+    restarts = RestartLimit(clock=lambda: now)
     for _ in range(RESTARTS_MAX):
-        assert restarts.one_more()
+        assert restarts.try_one_more()
         now += 60.0
-    assert not restarts.one_more()
+    assert not restarts.try_one_more()
     now = RESTARTS_SECONDS
-    assert restarts.one_more(), "the first of them is an hour ago"
-    assert not restarts.one_more(), "the second is not"
+    assert restarts.try_one_more(), "the first of them is an hour ago"
+    assert not restarts.try_one_more(), "the second is not"
     assert restarts.count == RESTARTS_MAX + 1
 
 
 def test_one_that_is_killed_now_and_then_goes_on_for_ever() -> None:
     now = 0.0
-    restarts = Restarts(clock=lambda: now)
+    restarts = RestartLimit(clock=lambda: now)
     for _ in range(RESTARTS_MAX * 10):
         now += RESTARTS_SECONDS / RESTARTS_MAX
-        assert restarts.one_more()
+        assert restarts.try_one_more()
 
 
 def test_a_capture_that_is_killed_at_once_each_time_ends_the_pipeline(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from tailrace.errors import ConfigError, ExitCode
-from tailrace.model.policies import POLICIES, Policy
+from tailrace.model.policies import DEFAULT_POLICIES, EvolutionPolicy
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.document import Problem
 from tailrace.pipeline.config.settings import (
@@ -578,22 +578,22 @@ def test_the_password_shows_in_no_error_and_in_no_traceback(tmp_path: Path) -> N
 
 
 def test_what_to_do_about_changes_of_shape_is_said_by_kind(tmp_path: Path) -> None:
-    assert settings_of(tmp_path).tables.evolution.policies == POLICIES
+    assert settings_of(tmp_path).tables.evolution.policies == DEFAULT_POLICIES
     given = settings_of(tmp_path, CONTRACT + "  evolution: {drop: apply, retype: stop}\n").tables.evolution
-    assert given.policies == replace(POLICIES, drop=Policy.APPLY, retype=Policy.STOP)
+    assert given.policies == replace(DEFAULT_POLICIES, drop=EvolutionPolicy.APPLY, retype=EvolutionPolicy.STOP)
 
 
 def test_a_file_that_says_nothing_of_narrower_types_stops_at_them_where_it_stops_at_others(tmp_path: Path) -> None:
     """It was written when such were no kind of their own."""
     for said, wanted in (
-        ("{}", ("narrow", Policy.REFRESH)),
-        ("{retype: stop}", ("retype", Policy.STOP)),
-        ("{widen: stop}", ("widen", Policy.STOP)),
-        ("{narrow: stop}", ("narrow", Policy.STOP)),
-        ("{narrow: refresh, retype: stop, widen: stop}", ("narrow", Policy.REFRESH)),
+        ("{}", ("narrow", EvolutionPolicy.REFRESH)),
+        ("{retype: stop}", ("retype", EvolutionPolicy.STOP)),
+        ("{widen: stop}", ("widen", EvolutionPolicy.STOP)),
+        ("{narrow: stop}", ("narrow", EvolutionPolicy.STOP)),
+        ("{narrow: refresh, retype: stop, widen: stop}", ("narrow", EvolutionPolicy.REFRESH)),
     ):
         given = settings_of(tmp_path, f"{CONTRACT}  evolution: {said}\n").tables.evolution
-        assert given.policies.narrowing == wanted
+        assert given.policies.narrow_policy == wanted
 
 
 @pytest.mark.parametrize(
@@ -622,7 +622,7 @@ def test_upkeep_is_on_and_removes_nothing_unless_told(tmp_path: Path) -> None:
     assert (given.join, given.file, given.budget, given.remove_after) == (False, 64 << 20, 0.25, 7 * 86_400)
     assert settings_of(tmp_path, CONTRACT + "  upkeep: {remove_after: none}\n").tables.upkeep.remove_after is None
     layout = settings_of(tmp_path, CONTRACT + said).tables.layout
-    assert layout.place(TableId("public", "a"), "log").file_bytes == 64 << 20, "whoever writes aims at it, too"
+    assert layout.location(TableId("public", "a"), "log").file_bytes == 64 << 20, "whoever writes aims at it, too"
 
 
 @pytest.mark.parametrize(

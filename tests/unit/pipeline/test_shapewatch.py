@@ -10,13 +10,13 @@ from typing import cast
 import pytest
 
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog.format.coverage import announce, confirm
+from tailrace.changelog.format.coverage import announce_tables, confirm_tables
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.apply import schema_watch
-from tailrace.pipeline.apply.schema_watch import ShapeWatch
+from tailrace.pipeline.apply.schema_watch import SchemaWatch
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import Lives, TableLife
+from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
 from tests.support.changes import SHOP, insert, update
 from tests.support.quiet import Quiet
 
@@ -24,7 +24,7 @@ from tests.support.quiet import Quiet
 class Unaltered:
     """A source whose catalogue shows nothing new."""
 
-    def stamps(self, tables: Sequence[TableId]) -> dict[TableId, str]:
+    def definition_versions(self, tables: Sequence[TableId]) -> dict[TableId, str]:
         return {}
 
     def describe(self, tables: Iterable[TableId]) -> dict[TableId, TableSchema]:
@@ -40,26 +40,26 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quiet:
     return made
 
 
-def watched(quiet: Quiet) -> tuple[Lives, TableLife, ShapeWatch]:
+def watched(quiet: Quiet) -> tuple[TableRegistry, ManagedTable, SchemaWatch]:
     lives = quiet.lives()
     life = lives.add(SHOP.table)
-    watch = ShapeWatch(cast(PostgresCapture, Unaltered()), lives)
-    watch.look()
+    watch = SchemaWatch(cast(PostgresCapture, Unaltered()), lives)
+    watch.run_if_due()
     return lives, life, watch
 
 
 def come_in_again(quiet: Quiet) -> None:
     """The table was not published for a while."""
     path, tables = quiet.settings.log.path, [(SHOP.table, SHOP.relation or 0)]
-    confirm(path, tables, Lsn(1))
-    announce(path, tables, Lsn(quiet.cursor.position.value + 50))
+    confirm_tables(path, tables, Lsn(1))
+    announce_tables(path, tables, Lsn(quiet.cursor.position.value + 50))
 
 
 def test_a_table_that_was_not_published_for_a_while_is_loaded_anew(quiet: Quiet) -> None:
     _, life, watch = watched(quiet)
     come_in_again(quiet)
-    watch.look()
-    assert (life.state, life.refresh) == (TableState.REFRESHING, "its changes were not published for a while")
+    watch.run_if_due()
+    assert (life.state, life.reload_reason) == (TableState.REFRESHING, "its changes were not published for a while")
 
 
 def test_so_it_is_though_somebody_is_applying_to_it_at_that_moment(quiet: Quiet) -> None:
@@ -67,12 +67,12 @@ def test_so_it_is_though_somebody_is_applying_to_it_at_that_moment(quiet: Quiet)
     lives, life, watch = watched(quiet)
     come_in_again(quiet)
     with life.lock:
-        watch.look()
-        assert (lives.stretch(life, lives.index.commit), life.state) == (None, TableState.LIVE)
-        assert life.refresh is None, "left to the next look"
-    watch.look()
+        watch.run_if_due()
+        assert (lives.next_range(life, lives.index.last_commit), life.state) == (None, TableState.LIVE)
+        assert life.reload_reason is None, "left to the next look"
+    watch.run_if_due()
     assert life.state is TableState.REFRESHING
-    lives.stretch(life, lives.index.commit)
+    lives.next_range(life, lives.index.last_commit)
     assert life.state is TableState.REFRESHING
 
 
@@ -81,8 +81,8 @@ def test_what_comes_once_it_is_published_again_is_not_taken_before_it_is_loaded(
     lives, life, _ = watched(quiet)
     come_in_again(quiet)
     quiet.commit(update(1, n=2))
-    assert lives.stretch(life, lives.grow()) is None
-    assert (life.state, life.refresh) == (TableState.REFRESHING, "its changes were not published for a while")
+    assert lives.next_range(life, lives.refresh_index()) is None
+    assert (life.state, life.reload_reason) == (TableState.REFRESHING, "its changes were not published for a while")
 
 
 def test_a_table_that_lost_its_identity_is_not_loaded_for_it_but_stops(quiet: Quiet) -> None:
@@ -90,7 +90,7 @@ def test_a_table_that_lost_its_identity_is_not_loaded_for_it_but_stops(quiet: Qu
     lives, life, _ = watched(quiet)
     come_in_again(quiet)
     quiet.commit(insert(9, n=9), schema=replace(SHOP, identity=Identity.NONE))
-    assert lives.stretch(life, lives.grow()) is None
+    assert lives.next_range(life, lives.refresh_index()) is None
     assert life.error is not None
     assert (life.state, life.error.code) == (TableState.FAILED, "schema-changed")
 
@@ -100,7 +100,7 @@ def test_one_that_publishes_inserts_alone_is_loaded_too_but_not_one_that_has_com
     quiet: Quiet, identity: str, state: TableState
 ) -> None:
     _, life, watch = watched(quiet)
-    life.insert_only, life.shape = True, replace(SHOP, identity=Identity(identity))
+    life.insert_only, life.schema = True, replace(SHOP, identity=Identity(identity))
     come_in_again(quiet)
-    watch.look()
+    watch.run_if_due()
     assert life.state is state

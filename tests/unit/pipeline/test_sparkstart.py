@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.pipeline.apply.spark_start import made_scratch
+from tailrace.pipeline.apply.spark_start import make_scratch
 from tests.support.logs import Diary
 
 
@@ -22,14 +22,14 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChangeLog:
 
 
 def test_one_whose_place_was_taken_removes_nothing_of_its_successors_when_it_ends(log: ChangeLog) -> None:
-    first = made_scratch(log)
-    second = made_scratch(log)
+    first = make_scratch(log)
+    second = make_scratch(log)
     (second / "python").touch()
     shutil.rmtree(first, ignore_errors=True)
     assert (second / "python").exists()
 
 
 def test_what_a_killed_predecessor_left_is_removed(log: ChangeLog) -> None:
-    (made_scratch(log) / "checkpoint-0").mkdir()
-    now = made_scratch(log)
+    (make_scratch(log) / "checkpoint-0").mkdir()
+    now = make_scratch(log)
     assert list(now.parent.rglob("*")) == [now]

@@ -8,12 +8,12 @@ from typing import get_args
 import pytest
 
 from tailrace.errors import TableUnusable
-from tailrace.model.policies import Policies, Policy
+from tailrace.model.policies import EvolutionPolicies, EvolutionPolicy
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.setting_values import MetadataName
 from tailrace.pipeline.config.settings import PipelineSettings, check_settings, load_settings
 from tailrace.tables.delta.features import Features
-from tailrace.tables.spec import METADATA, PLAIN, Form, TableMode
+from tailrace.tables.spec import METADATA, PLAIN_MIRROR, TableMode, TableSpec
 
 FILE = """\
 name: shop
@@ -36,12 +36,12 @@ def settings_of(folder: Path, *lines: str) -> PipelineSettings:
     return load_settings(write(folder, *lines), environment={})
 
 
-def form(settings: PipelineSettings, table: str) -> Form:
-    return settings.tables.layout.place(TableId("public", table), "a-log").form
+def form(settings: PipelineSettings, table: str) -> TableSpec:
+    return settings.tables.layout.location(TableId("public", table), "a-log").spec
 
 
 def test_without_a_word_about_it_a_table_is_a_plain_mirror(tmp_path: Path) -> None:
-    assert form(settings_of(tmp_path), "orders") == PLAIN
+    assert form(settings_of(tmp_path), "orders") == PLAIN_MIRROR
 
 
 def test_the_last_rule_that_matches_decides_and_the_rest_is_as_for_all(tmp_path: Path) -> None:
@@ -54,10 +54,10 @@ def test_the_last_rule_that_matches_decides_and_the_rest_is_as_for_all(tmp_path:
         '  "public.a_*": {mode: history, metadata: []}',
         '  "public.plain": {soft_delete: false, metadata: []}',
     )
-    assert form(settings, "orders") == Form(soft_delete=True, metadata=("_op", "_seq"))
-    assert form(settings, "a_log") == Form(mode=TableMode.HISTORY)
-    assert form(settings, "b_log") == Form(mode=TableMode.APPEND, metadata=("_op", "_seq"))
-    assert form(settings, "plain") == PLAIN
+    assert form(settings, "orders") == TableSpec(soft_delete=True, metadata=("_op", "_seq"))
+    assert form(settings, "a_log") == TableSpec(mode=TableMode.HISTORY)
+    assert form(settings, "b_log") == TableSpec(mode=TableMode.APPEND, metadata=("_op", "_seq"))
+    assert form(settings, "plain") == PLAIN_MIRROR
 
 
 def test_a_rule_says_what_is_done_about_changes_of_shape_and_other_kinds_are_as_for_all(tmp_path: Path) -> None:
@@ -69,12 +69,12 @@ def test_a_rule_says_what_is_done_about_changes_of_shape_and_other_kinds_are_as_
         '  "public.b_*": {mode: append}',
     )
 
-    def policies(name: str) -> Policies:
+    def policies(name: str) -> EvolutionPolicies:
         return settings.tables.policies_of(TableId("public", name))
 
-    for_all = Policies(drop=Policy.APPLY, retype=Policy.STOP)
+    for_all = EvolutionPolicies(drop=EvolutionPolicy.APPLY, retype=EvolutionPolicy.STOP)
     assert policies("orders") == policies("b_log") == for_all == settings.tables.evolution.policies
-    assert policies("a_log") == Policies(drop=Policy.APPLY, narrow=Policy.STOP)
+    assert policies("a_log") == EvolutionPolicies(drop=EvolutionPolicy.APPLY, narrow=EvolutionPolicy.STOP)
 
 
 def test_a_pattern_that_matches_no_table_is_known(tmp_path: Path) -> None:
@@ -82,7 +82,10 @@ def test_a_pattern_that_matches_no_table_is_known(tmp_path: Path) -> None:
     file = write(tmp_path, rules)
     file.write_text(f"{file.read_text()}load: {{modes: {{'other.*': never}}}}\n")
     settings = load_settings(file, environment={})
-    assert settings.idle_patterns([TableId("public", "orders")]) == ["tables.rules.public.odrers", "load.modes.other.*"]
+    assert settings.unmatched_patterns([TableId("public", "orders")]) == [
+        "tables.rules.public.odrers",
+        "load.modes.other.*",
+    ]
 
 
 def test_a_template_says_where_tables_lie_and_a_rule_where_one_does(tmp_path: Path) -> None:
@@ -91,7 +94,7 @@ def test_a_template_says_where_tables_lie_and_a_rule_where_one_does(tmp_path: Pa
     layout, root = settings.tables.layout, tmp_path / "lake"
     assert layout.path(TableId("public", "x/y")) == root / "shop" / "public.x%2Fy"
     assert layout.path(TableId("public", "orders")) == root / "gold" / "sales"
-    assert form(settings, "orders") == Form(columns=(("a", "b"),))
+    assert form(settings, "orders") == TableSpec(renamed_columns=(("a", "b"),))
     flat = settings_of(tmp_path, "names: '{table}'").tables.layout
     assert flat.path(TableId("public", "orders")) == root / "orders"
     (tmp_path / "la[k]e").mkdir()
@@ -109,8 +112,8 @@ def test_partitions_are_those_of_the_rule_by_the_names_that_columns_have_in_the_
         '  "public.named": {columns: {region: area}}',
         '  "public.own": {columns: {region: area}, partition_by: [area]}',
     )
-    assert form(settings, "orders") == Form(partition_by=("region", "_op"))
-    assert form(settings, "plain") == PLAIN
+    assert form(settings, "orders") == TableSpec(partition_by=("region", "_op"))
+    assert form(settings, "plain") == PLAIN_MIRROR
     assert form(settings, "named").partition_by == ("area", "_op")
     assert form(settings, "own").partition_by == ("area",)
 
@@ -227,5 +230,5 @@ def test_a_rule_decides_what_features_its_tables_get(tmp_path: Path) -> None:
     rule = 'rules: {"a.b": {deletion_vectors: false, column_mapping: true}}'
     file = write(tmp_path, "engine: spark", "deletion_vectors: true", rule)
     layout = load_settings(file, environment={}).tables.layout
-    places = [layout.place(TableId("a", name), "x") for name in ("b", "c")]
+    places = [layout.location(TableId("a", name), "x") for name in ("b", "c")]
     assert [place.features for place in places] == [Features(column_mapping=True), Features(deletion_vectors=True)]

@@ -10,9 +10,9 @@ import pytest
 from tailrace import failpoints
 from tailrace.errors import TableUnusable
 from tailrace.pipeline.apply.compaction import PAUSE_SECONDS_MIN, pause_after
-from tailrace.tables.compaction_plan import FILES_MIN, Upkeep
-from tailrace.tables.location import Place
-from tailrace.tasks.work import Outcome, TendWork, tend_table
+from tailrace.tables.compaction_plan import FILES_MIN, UpkeepPlan
+from tailrace.tables.location import TableLocation
+from tailrace.tasks.work import CompactWork, Outcome, compact_table
 from tests.support.changes import SHOP, insert
 from tests.support.mirrors import LOG, Mirror, at
 
@@ -55,26 +55,26 @@ def test_a_task_tells_the_processor_s_time_and_not_the_wall_s(tmp_path: Path, mo
     for number in range(FILES_MIN + 1):
         mirror.apply(insert(number, name="x", big="b", n=1))
     monkeypatch.setattr(failpoints, "hit", lambda _: time.sleep(SLEPT_SECONDS))
-    work = TendWork(
+    work = CompactWork(
         table=SHOP.table,
-        place=Place(path=tmp_path / "t", log_id=LOG),
+        location=TableLocation(path=tmp_path / "t", log_id=LOG),
         expected=at(mirror.seq),
-        upkeep=Upkeep(file_bytes=1 << 20, remove_after_seconds=None),
+        upkeep=UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=None),
     )
-    done = tend_table(work)
-    assert (done.error, done.tended is not None and done.tended.made) == (None, 1)
+    done = compact_table(work)
+    assert (done.error, done.upkeep_result is not None and done.upkeep_result.files_written) == (None, 1)
     assert done.seconds > SLEPT_SECONDS
     assert done.cpu_seconds is not None
     assert 0 < done.cpu_seconds < done.seconds - SLEPT_SECONDS / 2
 
 
 def test_what_fails_has_used_some_too(tmp_path: Path) -> None:
-    work = TendWork(
+    work = CompactWork(
         table=SHOP.table,
-        place=Place(path=tmp_path / "nothing", log_id=LOG),
+        location=TableLocation(path=tmp_path / "nothing", log_id=LOG),
         expected=at(0),
-        upkeep=Upkeep(file_bytes=1 << 20, remove_after_seconds=None),
+        upkeep=UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=None),
     )
-    done = tend_table(work)
+    done = compact_table(work)
     assert isinstance(done.error, TableUnusable)
     assert done.cpu_seconds is not None

@@ -12,7 +12,7 @@ FAST, SLOW = 0.002, 1.0
 
 def heard(throttle: Throttle, seconds: float, times: int = PROBES) -> Throttle:
     for _ in range(times):
-        throttle.heard(seconds)
+        throttle.record_answer(seconds)
     return throttle
 
 
@@ -29,7 +29,7 @@ def test_a_source_that_answers_fast_gives_the_whole_budget() -> None:
 def test_a_source_that_answers_slowly_gives_half_and_half_again_until_one_reads_with_rests() -> None:
     throttle, seen = calm(8), list[tuple[int, float]]()
     for _ in range(40):
-        throttle.heard(SLOW)
+        throttle.record_answer(SLOW)
         if not seen or seen[-1] != (throttle.allowed, throttle.rest_seconds):
             seen.append((throttle.allowed, throttle.rest_seconds))
     assert [allowed for allowed, rest in seen if not rest] == [8, 4, 2, 1]
@@ -44,7 +44,7 @@ def test_one_slow_answer_among_fast_ones_is_no_reason() -> None:
     throttle = calm(4)
     for _ in range(20):
         heard(throttle, FAST, 3)
-        throttle.heard(SLOW)
+        throttle.record_answer(SLOW)
     assert not throttle.backing_off
 
 
@@ -62,7 +62,7 @@ def test_what_was_taken_away_comes_back_rests_first_then_one_by_one() -> None:
     assert throttle.rest_seconds > 0
     seen = []
     for _ in range(60):
-        throttle.heard(FAST)
+        throttle.record_answer(FAST)
         seen.append((throttle.rest_seconds, throttle.allowed))
     rests, allowed = [rest for rest, _ in seen], [count for _, count in seen]
     assert rests == sorted(rests, reverse=True)
@@ -76,7 +76,7 @@ def test_it_waits_for_several_answers_before_it_goes_on() -> None:
     assert throttle.allowed == 1
     heard(throttle, FAST, PROBES - 1)
     assert throttle.allowed == 1
-    throttle.heard(FAST)
+    throttle.record_answer(FAST)
     assert throttle.allowed == 2
 
 

@@ -11,8 +11,8 @@ from tailrace.errors import ConfigError, TableUnusable
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.document import Problem
 from tailrace.pipeline.config.settings import check_settings, load_settings
-from tailrace.tables.spec import Form, TableMode
-from tailrace.transforms.rules import KINDS, Set
+from tailrace.tables.spec import TableMode, TableSpec
+from tailrace.transforms.rules import RULE_TYPES, Set
 
 FRAME = """\
 name: shop
@@ -106,7 +106,7 @@ def test_every_other_rule_takes_a_condition(tmp_path: Path) -> None:
     }
     rules = [f"{{do: {do}, {given}, when: c == 1}}" for given, dos in rest.items() for do in dos.split()]
     found = load_settings(written(tmp_path, *rules)).transforms.rules
-    assert {rule.do for rule in found} == KINDS.keys() - {"include", "exclude", "rename"}
+    assert {rule.do for rule in found} == RULE_TYPES.keys() - {"include", "exclude", "rename"}
 
 
 def test_every_mistake_in_a_file_is_told_not_only_the_first(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_tables_of_messages_keep_them_and_a_mode_for_them_is_refused(tmp_path: P
     rule = "{do: outbox, tables: [public.outbox], to: 'events.{type}'}"
     frame = FRAME.replace("{path: ./lake}", "{path: ./lake, mode: append, rules: {'events.log': {mode: history}}}")
     tables = load_settings(written(tmp_path, rule, frame=frame)).tables
-    assert tables.form_of(TableId("events", "order")) == Form(keeps=True)
-    assert tables.form_of(TableId("public", "order")).mode is TableMode.APPEND
+    assert tables.spec_of(TableId("events", "order")) == TableSpec(holds_messages=True)
+    assert tables.spec_of(TableId("public", "order")).mode is TableMode.APPEND
     with pytest.raises(TableUnusable, match="kept by their key"):
-        tables.form_of(TableId("events", "log"))
+        tables.spec_of(TableId("events", "log"))

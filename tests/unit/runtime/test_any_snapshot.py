@@ -18,8 +18,8 @@ from tailrace.model.event import Event
 from tailrace.model.mirror import Mirror
 from tailrace.runtime import intake
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.output_batch import Batch, Kind, Limits, Transactions
-from tailrace.runtime.position_store import NUMBERS_PASSED
+from tailrace.runtime.output_batch import Batch, BatchKind, Limits, Transactions
+from tailrace.runtime.position_store import SEQS_SKIPPED
 from tailrace.state.checkpoint_stores import FileCheckpointStore, MemoryCheckpointStore
 from tests.support.changes import SHOP
 from tests.support.runtimes import inserts, keys_of
@@ -132,7 +132,7 @@ def test_a_snapshot_that_goes_on_passes_over_the_numbers_that_may_have_been_hand
     again = CdcRuntime(source, store, snapshot_tables=(SHOP.table,), limits=Limits(rows=2))
     again.start()
     batch = again.poll()
-    assert (keys_of(batch), seqs(batch)) == ([3, 4], [NUMBERS_PASSED + 2, NUMBERS_PASSED + 3])
+    assert (keys_of(batch), seqs(batch)) == ([3, 4], [SEQS_SKIPPED + 2, SEQS_SKIPPED + 3])
     assert again.rows_committed == 2, "a number that was passed over is no row"
     again.force_stop()
 
@@ -147,7 +147,7 @@ def test_a_snapshot_that_is_asked_for_after_a_crash_takes_no_number_that_the_str
     again.start()
     again.control.snapshot(SHOP.table)
     batch = again.poll()
-    assert (batch.kind, seqs(batch)[0]) == (Kind.SNAPSHOT, NUMBERS_PASSED)
+    assert (batch.kind, seqs(batch)[0]) == (BatchKind.SNAPSHOT, SEQS_SKIPPED)
     again.force_stop()
 
 
@@ -163,9 +163,9 @@ def test_no_chunk_takes_the_numbers_of_a_transaction_that_begins_again(store: Me
     runtime.control.snapshot(SHOP.table)
     while not (batch := runtime.poll()).rows:
         pass
-    assert (batch.kind, batch.restarts, seqs(batch)) == (Kind.STREAM, True, [0, 1])
+    assert (batch.kind, batch.restarts, seqs(batch)) == (BatchKind.STREAM, True, [0, 1])
     found = []
-    while batch.kind is not Kind.SNAPSHOT:
+    while batch.kind is not BatchKind.SNAPSHOT:
         found += keys_of(batch) if batch.rows else []
         runtime.commit(batch.ack)
         batch = runtime.poll()
@@ -197,14 +197,14 @@ def test_a_checkpoint_of_the_first_format_is_read_and_goes_on(source: MemoryCapt
     runtime = CdcRuntime(source, store, snapshot_tables=(SHOP.table,))
     runtime.start()
     batch = runtime.poll()
-    assert (keys_of(batch), seqs(batch)[0]) == ([4, 5, 6, 7], NUMBERS_PASSED + 4)
+    assert (keys_of(batch), seqs(batch)[0]) == ([4, 5, 6, 7], SEQS_SKIPPED + 4)
     runtime.commit(batch.ack)
     saved = store.load("default")
     assert saved is not None
     assert {name: saved.metadata[name] for name in ("runtime", "rows", "passed")} == {
         "runtime": 2,
         "rows": 8,
-        "passed": NUMBERS_PASSED,
+        "passed": SEQS_SKIPPED,
     }
     runtime.force_stop()
     store.close()

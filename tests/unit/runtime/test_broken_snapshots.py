@@ -12,7 +12,7 @@ from tailrace.capture.memory.source import MemoryCapture
 from tailrace.errors import ConfigError, SourceRewritten, SourceSlow, SourceUnreachable, TailraceError
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observers import Fact, Lost, SnapshotBegun, SnapshotEnded, Verdict
-from tailrace.runtime.output_batch import Kind, Limits
+from tailrace.runtime.output_batch import BatchKind, Limits
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tests.support.changes import SHOP
 from tests.support.runtimes import LONG_SECONDS, inserts, keys_of
@@ -52,7 +52,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[TailraceError | None], 
     return breaks
 
 
-def run(runtime: CdcRuntime, enough: Callable[[], bool], kind: Kind = Kind.STREAM) -> list[object]:
+def run(runtime: CdcRuntime, enough: Callable[[], bool], kind: BatchKind = BatchKind.STREAM) -> list[object]:
     """Poll and acknowledge until it is enough; the keys of what came of this kind."""
     found: list[object] = []
     deadline = time.monotonic() + LONG_SECONDS
@@ -109,7 +109,7 @@ def test_one_before_the_stream_that_is_taken_up_and_reads_nothing_is_an_outage_t
         run(runtime, lambda: False)
     assert len(of(heard, SnapshotBegun)) > 1, "it was taken up again"
     breaks(None)
-    assert run(runtime, lambda: runtime.rows_committed == 5, Kind.SNAPSHOT) == list(range(5))
+    assert run(runtime, lambda: runtime.rows_committed == 5, BatchKind.SNAPSHOT) == list(range(5))
     assert runtime.health().verdict is Verdict.HEALTHY
     runtime.stop()
 
@@ -156,7 +156,7 @@ def test_one_that_cannot_be_taken_up_does_not_keep_it_from_starting_and_is_taken
         source.commit(inserts(500))
         assert run(again, lambda: again.position == source.end) == [500]
         assert again.health().reason == SLOW.message
-    assert run(again, lambda: again.control.status().snapshot is None, Kind.SNAPSHOT) == [2, 3, 4, 500]
+    assert run(again, lambda: again.control.status().snapshot is None, BatchKind.SNAPSHOT) == [2, 3, 4, 500]
     again.stop()
 
 
@@ -179,7 +179,7 @@ def test_one_that_cannot_be_begun_for_a_while_waits_and_the_stream_goes_on(
         run(runtime, lambda: bool(of(heard, SnapshotEnded)))
         second = runtime.control.snapshot(OTHER.table)
         run(runtime, lambda: of(heard, Lost)[-1] is not of(heard, Lost)[0])
-    assert run(runtime, lambda: len(of(heard, SnapshotEnded)) == 2, Kind.SNAPSHOT) == [100]
+    assert run(runtime, lambda: len(of(heard, SnapshotEnded)) == 2, BatchKind.SNAPSHOT) == [100]
     ended = [(fact.id, fact.error) for fact in heard if isinstance(fact, SnapshotEnded)]
     assert ended == [(first, SLOW), (second, None)], "too long, and after a while"
     assert runtime.progress.reconnects == 0

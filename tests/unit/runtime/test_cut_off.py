@@ -22,7 +22,7 @@ from tailrace.model.event import Event
 from tailrace.model.mirror import Mirror
 from tailrace.runtime import loop
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.output_batch import Batch, Kind, Limits
+from tailrace.runtime.output_batch import Batch, BatchKind, Limits
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.testing.changes import changes, delete, insert, table, update
 
@@ -70,7 +70,7 @@ class Caller:
         with self.around:
             batch = self._runtime.poll(0.0)
         for event in batch.events():
-            if batch.kind is Kind.INJECTED:
+            if batch.kind is BatchKind.INJECTED:
                 self.injected.add(event.values["id"])
             else:
                 known = self.given.setdefault(event.seq, event)
@@ -80,7 +80,7 @@ class Caller:
         return batch
 
     def finish(self) -> None:
-        while self.step().kind is not Kind.EMPTY or self._runtime.control.status().snapshot:
+        while self.step().kind is not BatchKind.EMPTY or self._runtime.control.status().snapshot:
             pass
 
     @property
@@ -153,6 +153,6 @@ def test_a_batch_that_was_acknowledged_by_a_call_that_was_left_is_not_the_one_un
         runtime.commit(batch.ack)
     with pytest.raises(AckRefused):
         runtime.commit(batch.ack)
-    assert runtime.poll(0.0).kind is Kind.EMPTY
+    assert runtime.poll(0.0).kind is BatchKind.EMPTY
     assert (runtime.position, runtime.rows_committed) == (source.end, 2)
     runtime.stop()

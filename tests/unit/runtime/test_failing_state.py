@@ -15,7 +15,7 @@ from tailrace.model.schema import TableSchema
 from tailrace.runtime import observers
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observers import Fact
-from tailrace.runtime.output_batch import Kind, Limits, Transactions
+from tailrace.runtime.output_batch import BatchKind, Limits, Transactions
 from tailrace.runtime.sinks import MemorySink
 from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
@@ -78,7 +78,7 @@ def store() -> Store:
     return Store()
 
 
-def taken(runtime: CdcRuntime, kind: Kind, polls: int = 12) -> list[object]:
+def taken(runtime: CdcRuntime, kind: BatchKind, polls: int = 12) -> list[object]:
     """The keys of the batches of a kind that come, all of them acknowledged."""
     found: list[object] = []
     for _ in range(polls):
@@ -100,7 +100,7 @@ def test_what_the_history_could_not_be_told_of_is_handed_out_by_the_next_poll(
         source.commit(inserts(n))
     with pytest.raises(StateFull):
         runtime.poll()
-    assert taken(runtime, Kind.STREAM) == [0, 1, 2, 3]
+    assert taken(runtime, BatchKind.STREAM) == [0, 1, 2, 3]
     assert source.confirmed == source.end
     runtime.stop()
 
@@ -121,7 +121,7 @@ def test_rows_of_a_snapshot_wait_for_the_history_too(source: MemoryCapture, stor
     runtime.start()
     with pytest.raises(StateFull):
         runtime.poll()
-    assert taken(runtime, Kind.SNAPSHOT) == list(range(5))
+    assert taken(runtime, BatchKind.SNAPSHOT) == list(range(5))
     runtime.stop()
 
 
@@ -141,10 +141,10 @@ def test_no_chunk_comes_in_the_middle_of_a_transaction(
     runtime.commit(batch.ack, rows=rows)
     runtime.control.snapshot(SHOP.table)
     rest = runtime.poll()
-    assert rest.kind is Kind.STREAM
+    assert rest.kind is BatchKind.STREAM
     assert seqs + [event.seq for event in rest.events()] == list(range(6))
     runtime.commit(rest.ack)
-    assert taken(runtime, Kind.SNAPSHOT, 4) == list(range(6))
+    assert taken(runtime, BatchKind.SNAPSHOT, 4) == list(range(6))
     assert runtime.rows_committed == 12
     runtime.stop()
 
@@ -157,7 +157,7 @@ def test_no_chunk_takes_the_numbers_of_rows_that_were_handed_out(source: MemoryC
     runtime.commit(runtime.poll().ack, rows=1)
     runtime.control.snapshot(SHOP.table)
     rest = runtime.poll()
-    assert (rest.kind, keys_of(rest)) == (Kind.STREAM, [1, 2])
+    assert (rest.kind, keys_of(rest)) == (BatchKind.STREAM, [1, 2])
     runtime.force_stop()
 
 
@@ -192,7 +192,7 @@ def runtime(source: MemoryCapture, store: Store, heard: list[Fact]) -> CdcRuntim
     source.commit(inserts(*range(5)))
     made = CdcRuntime(source, store, observers=(heard.append,))
     made.start()
-    taken(made, Kind.STREAM, 2)
+    taken(made, BatchKind.STREAM, 2)
     return made
 
 
@@ -206,9 +206,9 @@ def test_a_snapshot_whose_beginning_cannot_be_saved_begins_later(
 ) -> None:
     snapshot = runtime.control.snapshot(SHOP.table)
     store.failures = 1
-    assert runtime.poll(0.0).kind is Kind.EMPTY
+    assert runtime.poll(0.0).kind is BatchKind.EMPTY
     assert runtime.health().reason == "disk full"
-    assert taken(runtime, Kind.SNAPSHOT) == list(range(5))
+    assert taken(runtime, BatchKind.SNAPSHOT) == list(range(5))
     assert told(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
     assert store.snapshot is None
     runtime.stop()
@@ -242,10 +242,10 @@ def test_a_snapshot_whose_stop_cannot_be_saved_stops_later(
     runtime.control.stop_snapshot()
     store.failures = 1
     for _ in range(3):
-        assert runtime.poll(0.0).kind is Kind.EMPTY
+        assert runtime.poll(0.0).kind is BatchKind.EMPTY
     assert store.failures == 0
     assert told(heard) == [f"SnapshotBegun {snapshot}"]
-    assert taken(runtime, Kind.SNAPSHOT) == []
+    assert taken(runtime, BatchKind.SNAPSHOT) == []
     assert told(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
     assert store.snapshot is None
     runtime.stop()
@@ -268,7 +268,7 @@ def test_a_snapshot_that_is_given_up_stays_until_that_is_saved(
             runtime.poll(0.0)
         assert told(heard) == [f"SnapshotBegun {snapshot}"]
         source.commit(inserts(9))
-        assert taken(runtime, Kind.STREAM) == [9]
+        assert taken(runtime, BatchKind.STREAM) == [9]
     assert told(heard)[-1] == f"SnapshotEnded {snapshot}"
     assert store.snapshot is None
     runtime.stop()

@@ -11,7 +11,7 @@ import pytest
 from tailrace.capture.memory.source import MemoryCapture
 from tailrace.errors import ConfigError
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.output_batch import Kind, Limits, Transactions
+from tailrace.runtime.output_batch import BatchKind, Limits, Transactions
 from tailrace.runtime.runtime_state import State
 from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, TableRouter
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
@@ -71,7 +71,7 @@ def test_times_that_make_no_sense(name: str, value: Any) -> None:
 def test_waiting_for_ever_makes_sense() -> None:
     runtime = CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), retry_seconds_max=ENDLESS, stalled_seconds=ENDLESS)
     runtime.start()
-    assert runtime.poll(0.0).kind is Kind.EMPTY
+    assert runtime.poll(0.0).kind is BatchKind.EMPTY
     runtime.stop()
 
 

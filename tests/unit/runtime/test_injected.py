@@ -18,7 +18,7 @@ from tailrace.model.schema import Identity
 from tailrace.runtime import observers
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observers import Fact
-from tailrace.runtime.output_batch import Batch, Kind
+from tailrace.runtime.output_batch import Batch, BatchKind
 from tailrace.runtime.sinks import MemorySink
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.transforms.rules import Filter, Transforms
@@ -133,7 +133,7 @@ def test_an_event_can_be_injected_as_it_came(source: MemoryCapture) -> None:
         runtime.enqueue(event)
         batch = runtime.poll()
         found = next(batch.events())
-        assert batch.kind is Kind.INJECTED
+        assert batch.kind is BatchKind.INJECTED
         assert (found.values, found.before, found.moved_from) == (event.values, event.before, event.moved_from)
         assert (found.unchanged, found.unfit, found.operation) == (event.unchanged, event.unfit, event.operation)
         assert found.row_write() == event.row_write()

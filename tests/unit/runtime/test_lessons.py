@@ -18,7 +18,7 @@ from tailrace.model.mirror import Mirror
 from tailrace.model.position import ZERO
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observers import Fact
-from tailrace.runtime.output_batch import Batch, Kind, Limits
+from tailrace.runtime.output_batch import Batch, BatchKind, Limits
 from tailrace.runtime.sinks import JsonlSink, MemorySink, TableRouter
 from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoint_stores import FileCheckpointStore, MemoryCheckpointStore
@@ -132,8 +132,8 @@ def test_lesson_9_a_paused_stream_sees_resume_at_once_and_stays_open(source: Mem
     runtime.poll(0.0)
     runtime.control.pause()
     source.commit(inserts(1))
-    assert runtime.poll(0.05).kind is Kind.EMPTY
-    assert runtime._intake.open, "the stream's own thread goes on answering"
+    assert runtime.poll(0.05).kind is BatchKind.EMPTY
+    assert runtime._intake.is_open, "the stream's own thread goes on answering"
     later = threading.Timer(0.1, runtime.control.resume)
     later.start()
     began = time.monotonic()
@@ -162,7 +162,7 @@ def test_lesson_13_all_observers_are_told_everything_and_the_errors_of_each_are_
     runtime.run(MemorySink(), lambda: source.confirmed == source.end)
     assert heard["first"] == heard["second"] == heard["third"]
     told = [type(fact).__name__ for fact in heard["third"]]
-    assert told == ["Started", "StreamOpened", "ShapeSeen", "Delivered", "Committed", "Stopped"]
+    assert told == ["Started", "StreamOpened", "SchemaSeen", "Delivered", "Committed", "Stopped"]
     seen = [(vars(line)["fact"], vars(line)["reason"].split(" (")[0]) for line in caplog.records]
     assert seen == [
         (fact, reason) for fact in told for reason in ("unexpected ValueError in first", "unexpected OSError in second")
@@ -257,7 +257,7 @@ def test_lesson_12_a_quiet_source_can_let_go_of_its_log(source: MemoryCapture) -
     runtime.start()
     for _ in range(3):
         end = source.quiet(17 << 20)
-        assert runtime.poll(0.0).kind is Kind.EMPTY
+        assert runtime.poll(0.0).kind is BatchKind.EMPTY
         assert source.confirmed == end
         saved = store.load("default")
         assert saved is not None

@@ -280,7 +280,7 @@ def test_a_quiet_source_is_let_go_after_enough_bytes(source: Source, sink: Sink)
     assert sink.windows == []
     end = source.quiet(1)
     runtime.run(until(lambda: source.confirmed == end))
-    assert [(window.empty, window.end) for window in sink.windows] == [(True, end)]
+    assert [(window.is_empty, window.end) for window in sink.windows] == [(True, end)]
 
 
 def test_a_quiet_source_is_let_go_after_enough_time(
@@ -363,7 +363,7 @@ def test_waits_between_tries_grow_up_to_a_limit(source: Source, sink: Sink, monk
     pauses: list[float] = []
 
     def after(last: intake.Outage | None, error: TailraceError) -> intake.Outage:
-        pauses.append((outage := began(last, error)).pause)
+        pauses.append((outage := began(last, error)).pause_seconds)
         return outage
 
     began = intake.Outage.after

@@ -12,16 +12,16 @@ from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import ConfigError, PositionRewound, SourceUnreachable, StateForeign
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.position_kinds import CustomPosition, MariadbGtidSet, type_of
+from tailrace.model.position_kinds import CustomPosition, MariadbGtidSet, position_type_of
 from tailrace.runtime import loop
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.output_batch import Batch, Limits, Transactions
-from tailrace.runtime.output_batch import Kind as BatchKind
+from tailrace.runtime.output_batch import BatchKind as BatchKind
 from tailrace.runtime.position_store import LogSink
 from tailrace.state.checkpoint import Checkpoint, seed_checkpoint
 from tailrace.state.checkpoint_stores import FileCheckpointStore, MemoryCheckpointStore
 from tailrace.state.schema_history import MemorySchemaHistory
-from tailrace.testing.faults import Fault, duplicate, faulty_source
+from tailrace.testing.faults import InjectedFault, duplicate, faulty_source
 from tailrace.transforms.rules import Filter, Transforms
 from tests.support.changes import SHOP
 from tests.support.counted import KINDS, Counted, Kind
@@ -127,7 +127,7 @@ def test_rows_that_rules_leave_nothing_of_are_passed(kind: Kind[Any], monkeypatc
 
 def test_a_source_that_repeats_itself_and_breaks_brings_each_row_once(kind: Kind[Any]) -> None:
     memory, store = MemoryCapture(), MemoryCheckpointStore()
-    faults: tuple[Fault, ...] = (duplicate("read", at=1), duplicate("read", at=3))
+    faults: tuple[InjectedFault, ...] = (duplicate("read", at=1), duplicate("read", at=3))
     runtime = CdcRuntime(faulty_source(Counted(memory, kind), *faults), store)
     runtime.start()
     for n in range(3):
@@ -164,8 +164,8 @@ def test_a_checkpoint_of_another_kind_is_refused(saved: str, given: str) -> None
     runtime = CdcRuntime(Counted(memory, KINDS[given]), store)
     with pytest.raises(StateForeign, match="counts in positions that this source does not have") as caught:
         runtime.start()
-    assert caught.value.fields["found"] == type_of(position).value
-    assert caught.value.fields["expected"] == type_of(KINDS[given].count(ZERO)).value
+    assert caught.value.fields["found"] == position_type_of(position).value
+    assert caught.value.fields["expected"] == position_type_of(KINDS[given].count(ZERO)).value
     assert store.load("default") is not None, "and stays as it was"
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.capture.memory.source import MemoryCapture, batch_of
-from tailrace.capture.port import OfTimeline, Stream
+from tailrace.capture.port import HasTimeline, Stream
 from tailrace.errors import AckRefused, ConfigError, RuleInvalid, SinkError, SinkUnready, TransformFailed
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
@@ -19,10 +19,10 @@ from tailrace.model.mirror import Mirror
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.runtime import observers, snapshots
-from tailrace.runtime.intake import Holding
+from tailrace.runtime.intake import ReadAheadStream
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observers import Fact
-from tailrace.runtime.output_batch import Batch, Kind, Limits, Transactions
+from tailrace.runtime.output_batch import Batch, BatchKind, Limits, Transactions
 from tailrace.runtime.sinks import MemorySink
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.state.recorded_stream import RecordedStream
@@ -42,7 +42,7 @@ from tailrace.transforms.rules import (
     Transforms,
     Unwrap,
 )
-from tailrace.transforms.transform_plan import Letter
+from tailrace.transforms.transform_plan import DeadLetter
 from tailrace.transforms.transformed_stream import TransformedStream
 from tests.support.runtimes import keys_of, until
 from tests.support.transforms import PEOPLE, person, plan_of
@@ -116,7 +116,7 @@ def test_lesson_8_snapshot_stream_and_injected_rows_pass_the_same_rules(
     runtime.enqueue(some(5))
     runtime.enqueue(some(6, land="FR"))
     found = take(runtime)
-    assert [batch.kind for batch in found] == [Kind.INJECTED, Kind.SNAPSHOT, Kind.STREAM]
+    assert [batch.kind for batch in found] == [BatchKind.INJECTED, BatchKind.SNAPSHOT, BatchKind.STREAM]
     assert values(found, "mail") == ["*******"] * 3
     assert {batch.batches[0].schema for batch in found} == {plan_of(*rules).transformed_schema(PEOPLE)}
     assert len({tuple(batch.batches[0].data.schema.names) for batch in found}) == 1
@@ -178,7 +178,7 @@ def test_the_history_has_the_shape_that_is_delivered_and_the_source_is_told_its_
     class Told(MemoryCapture):
         shapes: Sequence[TableSchema] = ()
 
-        def remember(self, shapes: Sequence[TableSchema]) -> None:
+        def remember_schemas(self, shapes: Sequence[TableSchema]) -> None:
             self.shapes = shapes
 
     source, history = Told(), MemorySchemaHistory()
@@ -190,7 +190,7 @@ def test_the_history_has_the_shape_that_is_delivered_and_the_source_is_told_its_
     runtime.stop()
     known = history.latest(TABLE)
     assert known is not None
-    assert "address" in known.shape.names
+    assert "address" in known.schema.names
     CdcRuntime(source, store, history, transforms=rules).start()
     assert [shape.names for shape in source.shapes] == [PEOPLE.names]
 
@@ -230,7 +230,7 @@ def test_whatever_rules_leave_of_a_snapshot_each_row_is_acknowledged_once(
     taken: list[object] = []
     for step in range(300):
         batch = runtime.poll(0.0)
-        if batch.kind is Kind.SNAPSHOT:
+        if batch.kind is BatchKind.SNAPSHOT:
             found = keys_of(batch)
             count = min(prefixes[step % len(prefixes)], len(found))
             runtime.commit(batch.ack, rows=count)
@@ -250,19 +250,19 @@ def test_whatever_rules_leave_of_a_snapshot_each_row_is_acknowledged_once(
 def test_a_snapshot_of_which_nothing_is_left_is_on_record_now_and_then(
     source: MemoryCapture, store: MemoryCheckpointStore, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(snapshots, "PASSED_SECONDS", 0.0)
+    monkeypatch.setattr(snapshots, "PROGRESS_SAVE_SECONDS", 0.0)
     source.commit(some(*range(35), land="FR"), some(99))
     runtime = started(source, store, GERMANS, **{how: (TABLE,)}, limits=Limits(rows=5))
     for _ in range(6):
         batch = runtime.poll(0.0)
-        assert batch.kind is not Kind.SNAPSHOT
+        assert batch.kind is not BatchKind.SNAPSHOT
         runtime.commit(batch.ack)
     saved = store.load("default")
     assert saved is not None
     assert 0 <= saved.metadata["snapshot"]["cursor"]["after"][0] < 35
     runtime.force_stop()
     again = started(source, store, GERMANS, **{how: (TABLE,)})
-    assert [keys_of(batch) for batch in take(again) if batch.kind is Kind.SNAPSHOT] == [[99]]
+    assert [keys_of(batch) for batch in take(again) if batch.kind is BatchKind.SNAPSHOT] == [[99]]
     again.force_stop()
 
 
@@ -351,13 +351,13 @@ def test_lesson_1_a_snapshot_that_a_rule_halts_at_is_not_given_up_and_not_passed
         follow(runtime, seen)
     with pytest.raises(TransformFailed):
         runtime.poll(0.0)
-    assert [keys_of(batch) for batch in seen if batch.kind is Kind.SNAPSHOT] == [[1]]
+    assert [keys_of(batch) for batch in seen if batch.kind is BatchKind.SNAPSHOT] == [[1]]
     assert runtime.rows_committed == 1
     assert runtime.control.status().snapshot is not None
     runtime.force_stop()
-    letters: list[Letter] = []
+    letters: list[DeadLetter] = []
     mended = started(source, store, LENIENT, **{how: (TABLE,)}, on_letter=letters.append)
-    found = [batch for batch in take(mended) if batch.kind is Kind.SNAPSHOT]
+    found = [batch for batch in take(mended) if batch.kind is BatchKind.SNAPSHOT]
     assert (values(found, "mail"), [letter.rule for letter in letters][:1]) == ([3], ["numbers"])
     mended.force_stop()
 
@@ -382,7 +382,7 @@ def test_a_part_of_a_transaction_that_a_rule_halts_at_leaves_the_numbers_right(s
 def test_rows_are_set_aside_alike_from_snapshot_stream_and_injection(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
-    letters: list[Letter] = []
+    letters: list[DeadLetter] = []
     heard: list[Fact] = []
     source.commit(people((1, "1", "DE"), (2, "bad", "DE")))
     runtime = started(
@@ -394,7 +394,7 @@ def test_rows_are_set_aside_alike_from_snapshot_stream_and_injection(
     assert [(one.rule, one.column, one.cause) for one in letters] == [(letters[0].rule, "mail", letters[0].cause)] * 3
     assert [one.batch.data.column("id").to_pylist() for one in letters] == [[5], [2], [3]]
     assert letters[2].positions == [str(source.end)]
-    aside = [fact for fact in heard if isinstance(fact, observers.SetAside)]
+    aside = [fact for fact in heard if isinstance(fact, observers.RowsDeadLettered)]
     assert [(fact.rule, fact.table, fact.rows) for fact in aside] == [("numbers", TABLE, 1)] * 3
     replayed = plan_of(Cast(columns=("mail",), to="string")).apply(letters[2].batch)
     assert replayed.batches[0].data.column("mail").to_pylist() == ["bad"], "as it came, to be applied again"
@@ -411,9 +411,9 @@ def test_a_letter_that_is_not_taken_lets_nothing_pass_and_comes_again(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     faults: list[Exception] = [SinkUnready("full", hint="Wait."), OSError("disk"), OSError("disk")]
-    letters: list[Letter] = []
+    letters: list[DeadLetter] = []
 
-    def keep(letter: Letter) -> None:
+    def keep(letter: DeadLetter) -> None:
         if faults:
             raise faults.pop()
         letters.append(letter)
@@ -485,17 +485,17 @@ def test_a_stream_behind_rules_still_says_what_it_holds_and_of_which_timeline_it
         TransformedStream(timed.live(Lsn(0)), plan),
         RecordedStream(timed.live(Lsn(0)), MemorySchemaHistory()),
     ):
-        assert isinstance(wrapped, Holding)
-        assert isinstance(wrapped, OfTimeline)
+        assert isinstance(wrapped, ReadAheadStream)
+        assert isinstance(wrapped, HasTimeline)
         assert (wrapped.timeline, wrapped.held_bytes > 0) == (7, True)
-    assert not isinstance(TransformedStream(source.live(Lsn(0)), plan), OfTimeline)
+    assert not isinstance(TransformedStream(source.live(Lsn(0)), plan), HasTimeline)
 
 
 ORDERS = table("public.orders", id=pa.int64(), status=pa.string(), note=pa.string())
 
 
 def test_a_key_that_changed_is_set_aside_with_the_row_it_takes_values_from_and_can_be_applied_later() -> None:
-    source, store, aside, mirror = MemoryCapture(), MemoryCheckpointStore(), list[Letter](), Mirror()
+    source, store, aside, mirror = MemoryCapture(), MemoryCheckpointStore(), list[DeadLetter](), Mirror()
 
     def deliver(rule: Rule, *injected: ChangeBatch) -> list[int]:
         runtime = CdcRuntime(source, store, transforms=[rule], on_letter=aside.append)

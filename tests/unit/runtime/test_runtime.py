@@ -36,7 +36,7 @@ from tailrace.model.schema import Column, TableId
 from tailrace.runtime import injected_changes, loop, observers
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observers import Fact, StreamOpened, Verdict
-from tailrace.runtime.output_batch import Ack, Batch, Kind, Limits, Transactions
+from tailrace.runtime.output_batch import Ack, Batch, BatchKind, Limits, Transactions
 from tailrace.runtime.position_store import LogSink
 from tailrace.runtime.runtime_state import State
 from tailrace.runtime.sinks import MemorySink, Rejected
@@ -108,7 +108,7 @@ def test_the_same_batch_comes_until_it_is_acknowledged(source: MemoryCapture, ru
 
 def test_an_empty_batch_is_normal_and_needs_no_acknowledgement(runtime: CdcRuntime) -> None:
     batch = runtime.poll(0.0)
-    assert (batch.kind, batch.rows, batch.ack) == (Kind.EMPTY, 0, None)
+    assert (batch.kind, batch.rows, batch.ack) == (BatchKind.EMPTY, 0, None)
     runtime.commit(batch.ack)
     assert runtime.rows_committed == 0
 
@@ -480,7 +480,7 @@ def test_what_is_injected_comes_first_and_carries_no_position(source: MemoryCapt
     source.commit(inserts(1))
     runtime.enqueue(inserts(50, 51))
     injected = runtime.poll()
-    assert (injected.kind, keys_of(injected), injected.ack) == (Kind.INJECTED, [50, 51], None)
+    assert (injected.kind, keys_of(injected), injected.ack) == (BatchKind.INJECTED, [50, 51], None)
     batch = runtime.poll()
     assert keys_of(batch) == [1]
     runtime.commit(batch.ack)
@@ -544,7 +544,7 @@ def test_a_source_that_stays_away_is_stalled_and_then_an_error(source: MemoryCap
     runtime.start()
     for _ in range(50):
         source.break_next_read(unreachable())
-    assert runtime.poll().kind is Kind.EMPTY
+    assert runtime.poll().kind is BatchKind.EMPTY
     health = runtime.health()
     assert (health.verdict, health.reason, health.remedy) == (Verdict.STALLED, "the line is dead", "It is tried again.")
     with pytest.raises(SourceUnreachable):
@@ -563,7 +563,7 @@ def test_a_quiet_source_is_let_go(source: MemoryCapture, store: Store, monkeypat
     runtime = CdcRuntime(source, store)
     runtime.start()
     end = source.quiet(1000)
-    assert runtime.poll(0.0).kind is Kind.EMPTY
+    assert runtime.poll(0.0).kind is BatchKind.EMPTY
     saved = store.load("default")
     assert saved is not None
     assert (saved.position, source.confirmed) == (end, end)
@@ -705,7 +705,7 @@ def test_observers_hear_every_fact_and_cannot_disturb(source: MemoryCapture, sto
     assert [type(fact) for fact in heard] == [
         observers.Started,
         observers.StreamOpened,
-        observers.ShapeSeen,
+        observers.SchemaSeen,
         observers.Delivered,
         observers.Committed,
         observers.Delivered,
@@ -740,9 +740,9 @@ def test_a_new_shape_is_in_the_history_before_its_first_row_is_handed_out(source
     wider = replace(SHOP, columns=(*SHOP.columns, Column(name="extra", source_type="text", type=pa.string())))
     source.commit(inserts(2, schema=wider))
     runtime.commit(runtime.poll().ack)
-    assert [version.shape for version in history.versions(SHOP.table)] == [SHOP]
+    assert [version.schema for version in history.versions(SHOP.table)] == [SHOP]
     runtime.poll()
-    assert [version.shape for version in history.versions(SHOP.table)] == [SHOP, wider]
+    assert [version.schema for version in history.versions(SHOP.table)] == [SHOP, wider]
     runtime.force_stop()
 
 

@@ -20,7 +20,7 @@ from tailrace.model.event_json import to_debezium_line
 from tailrace.model.position import ZERO
 from tailrace.model.schema import Identity
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.output_batch import Batch, numbered
+from tailrace.runtime.output_batch import Batch, number_from
 from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, Sink, StreamSink, TableRouter
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.testing.changes import changes, delete, table
@@ -294,7 +294,7 @@ def test_a_batch_that_one_of_two_could_not_take_is_written_once_by_the_other(tmp
 def test_what_was_injected_drives_out_nothing_and_is_there_once(tmp_path: Path) -> None:
     """It stands outside of the source's order: its numbers are below zero, or mean nothing."""
     sink, memory, given = JsonlSink(tmp_path), MemorySink(), batch()
-    below = replace(given, ack=None, window=numbered(given.window, -9))
+    below = replace(given, ack=None, window=number_from(given.window, -9))
     for one in (given, below, replace(given, ack=None), replace(given, ack=None), below):
         sink.write(one)
         memory.write(one)

@@ -9,7 +9,7 @@ from tailrace.errors import StateFull
 from tailrace.model.change import Operation
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observers import Committed, Fact, SnapshotEnded
-from tailrace.runtime.output_batch import Kind, Limits
+from tailrace.runtime.output_batch import BatchKind, Limits
 from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tests.support.changes import SHOP
@@ -98,7 +98,7 @@ def test_where_an_empty_table_comes_last_the_poll_that_finds_nothing_ends_it(
     heard: list[Fact] = []
     runtime = CdcRuntime(source, store, snapshot_tables=(SHOP.table, OTHER.table), observers=(heard.append,))
     runtime.start()
-    while (batch := runtime.poll()).kind is not Kind.EMPTY:
+    while (batch := runtime.poll()).kind is not BatchKind.EMPTY:
         runtime.commit(batch.ack)
     assert ended(heard) == [(3, False)]
     assert store.snapshot is None
@@ -115,12 +115,12 @@ def test_one_on_demand_is_over_with_its_last_acknowledgement_too(source: MemoryC
     runtime.commit(runtime.poll().ack)
     runtime.control.snapshot(SHOP.table)
     batch = runtime.poll()
-    assert batch.kind is Kind.SNAPSHOT
+    assert batch.kind is BatchKind.SNAPSHOT
     runtime.commit(batch.ack)
     assert ended(heard) == [(3, False)]
     assert runtime.control.status().snapshot is None
     runtime.control.snapshot(SHOP.table)
-    assert runtime.poll().kind is Kind.SNAPSHOT, "and the next one begins"
+    assert runtime.poll().kind is BatchKind.SNAPSHOT, "and the next one begins"
     runtime.force_stop()
 
 
@@ -134,7 +134,7 @@ def test_an_end_that_could_not_be_saved_is_saved_by_the_stop(
     runtime.start()
     runtime.commit(runtime.poll().ack)
     store.full = True
-    assert runtime.poll(0.0).kind is Kind.EMPTY
+    assert runtime.poll(0.0).kind is BatchKind.EMPTY
     assert not ended(heard)
     store.full = still_full
     runtime.stop()
@@ -144,6 +144,6 @@ def test_an_end_that_could_not_be_saved_is_saved_by_the_stop(
     store.full = False
     again = CdcRuntime(source, store, snapshot_tables=tables, observers=(heard.append,))
     again.start()
-    assert again.poll(0.0).kind is Kind.EMPTY, "nothing comes again"
+    assert again.poll(0.0).kind is BatchKind.EMPTY, "nothing comes again"
     again.stop()
     assert ended(heard) == [(3, False)]

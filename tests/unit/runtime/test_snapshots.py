@@ -23,7 +23,7 @@ from tailrace.model.change import Operation
 from tailrace.runtime import observers
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observers import Fact
-from tailrace.runtime.output_batch import Batch, Kind, Limits
+from tailrace.runtime.output_batch import Batch, BatchKind, Limits
 from tailrace.runtime.position_store import LogSink
 from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
@@ -65,7 +65,7 @@ def take(runtime: CdcRuntime, polls: int = 60) -> list[Batch]:
     return found
 
 
-def keys(batches: list[Batch], kind: Kind) -> list[object]:
+def keys(batches: list[Batch], kind: BatchKind) -> list[object]:
     return [key for batch in batches if batch.kind is kind for key in keys_of(batch)]
 
 
@@ -75,8 +75,8 @@ def test_all_rows_are_read_then_the_stream_goes_on_from_there(
     runtime = started(source, store, snapshot_tables=TABLES)
     source.commit(inserts(500))
     found = take(runtime)
-    assert keys(found, Kind.SNAPSHOT) == [*range(25), 100, 101, 102]
-    assert keys(found, Kind.STREAM) == [500]
+    assert keys(found, BatchKind.SNAPSHOT) == [*range(25), 100, 101, 102]
+    assert keys(found, BatchKind.STREAM) == [500]
     assert {event.operation for batch in found[:3] for event in batch.events()} == {Operation.READ}
     assert [event.seq for batch in found for event in batch.events()] == list(range(29))
     assert runtime.rows_committed == 29
@@ -102,8 +102,8 @@ def test_a_snapshot_that_was_killed_goes_on_and_nothing_acknowledged_comes_again
     source.commit(batch_of(SHOP, *((Operation.UPDATE, {"id": key, "name": "new"}) for key in (1, 20))))
     again = started(source, store, snapshot_tables=TABLES)
     found = take(again)
-    assert keys(found, Kind.SNAPSHOT) == [*range(4, 25), 100, 101, 102]
-    assert keys(found, Kind.STREAM) == [1, 20], "what was written since comes from the stream"
+    assert keys(found, BatchKind.SNAPSHOT) == [*range(4, 25), 100, 101, 102]
+    assert keys(found, BatchKind.STREAM) == [1, 20], "what was written since comes from the stream"
     assert again.rows_committed == 4 + 24 + 2
     again.stop()
 
@@ -133,12 +133,12 @@ def test_a_source_that_cannot_go_on_begins_again_and_says_so(
     again = started(source, store, snapshot_tables=(KEYLESS.table,))
     assert any("begins again" in record.message for record in caplog.records)
     found = take(again)
-    assert sum(batch.rows for batch in found if batch.kind is Kind.SNAPSHOT) == 11
-    assert keys_count(found, Kind.STREAM) == 0, "what the new snapshot has does not come again"
+    assert sum(batch.rows for batch in found if batch.kind is BatchKind.SNAPSHOT) == 11
+    assert keys_count(found, BatchKind.STREAM) == 0, "what the new snapshot has does not come again"
     again.stop()
 
 
-def keys_count(batches: list[Batch], kind: Kind) -> int:
+def keys_count(batches: list[Batch], kind: BatchKind) -> int:
     return sum(batch.rows for batch in batches if batch.kind is kind)
 
 
@@ -148,9 +148,9 @@ def test_an_incremental_snapshot_and_the_stream_take_turns(source: MemoryCapture
         source.commit(inserts(500 + n))
     found = take(runtime)
     kinds = [batch.kind for batch in found]
-    assert Kind.STREAM in kinds[: kinds.index(Kind.SNAPSHOT) + 5], "the stream does not wait for all of it"
-    assert set(range(25)) <= set(keys(found, Kind.SNAPSHOT))
-    assert set(keys(found, Kind.STREAM)) == {*range(25), 100, 101, 102, 500, 501, 502}
+    assert BatchKind.STREAM in kinds[: kinds.index(BatchKind.SNAPSHOT) + 5], "the stream does not wait for all of it"
+    assert set(range(25)) <= set(keys(found, BatchKind.SNAPSHOT))
+    assert set(keys(found, BatchKind.STREAM)) == {*range(25), 100, 101, 102, 500, 501, 502}
     runtime.stop()
 
 
@@ -160,22 +160,22 @@ def test_lesson_2_a_row_that_is_read_is_never_older_than_what_was_delivered(
     """A commit that waits for a standby is in the stream and in no snapshot: its chunk waits."""
     runtime = started(source, store)
     take(runtime)
-    source.hidden.add(3)
+    source.hidden_transactions.add(3)
     runtime.control.snapshot(SHOP.table)
     runtime.poll(0.0)
     source.commit(batch_of(SHOP, (Operation.UPDATE, {"id": 24, "name": "new"})))
     delivered = False
     for _ in range(30):
         batch = runtime.poll(0.0)
-        if batch.kind is Kind.SNAPSHOT and delivered:
+        if batch.kind is BatchKind.SNAPSHOT and delivered:
             raise AssertionError("read in a snapshot that does not see what was delivered")
         runtime.commit(batch.ack)
-        delivered = delivered or batch.kind is Kind.STREAM
+        delivered = delivered or batch.kind is BatchKind.STREAM
         if delivered and not runtime._snapshots._in_chunk:
             break
     assert delivered
     assert take(runtime, 5) == []
-    source.hidden.clear()
+    source.hidden_transactions.clear()
     found = take(runtime)
     assert {event.values["name"] for batch in found for event in batch.events() if event.values["id"] == 24} == {"new"}
     runtime.stop()
@@ -187,18 +187,18 @@ def test_a_snapshot_on_demand_can_be_given_up(source: MemoryCapture, store: Memo
     take(runtime)
     first, second = runtime.control.snapshot(SHOP.table), runtime.control.snapshot(OTHER.table)
     batch = runtime.poll(0.0)
-    assert batch.kind is Kind.SNAPSHOT
+    assert batch.kind is BatchKind.SNAPSHOT
     assert first in str(runtime.control.status().snapshot)
     runtime.commit(batch.ack)
     runtime.control.stop_snapshot(first)
     found = take(runtime)
-    assert keys(found, Kind.SNAPSHOT) == [100, 101, 102]
+    assert keys(found, BatchKind.SNAPSHOT) == [100, 101, 102]
     ended = [fact for fact in heard if isinstance(fact, observers.SnapshotEnded)]
     assert [(fact.id, fact.stopped) for fact in ended] == [(first, True), (second, False)]
     runtime.control.stop_snapshot()
     runtime.poll(0.0)
     runtime.control.snapshot(OTHER.table)
-    assert keys(take(runtime), Kind.SNAPSHOT) == [100, 101, 102], "an order to stop is not for what comes later"
+    assert keys(take(runtime), BatchKind.SNAPSHOT) == [100, 101, 102], "an order to stop is not for what comes later"
     runtime.stop()
 
 
@@ -214,7 +214,7 @@ def test_whoever_gives_a_snapshot_up_hears_whether_there_was_one(
     assert stop(second), "it waits"
     assert stop(first), "it is under way"
     runtime.commit(batch.ack)
-    assert keys(take(runtime), Kind.SNAPSHOT) == []
+    assert keys(take(runtime), BatchKind.SNAPSHOT) == []
     assert not stop(first)
     assert not stop("0123456789ab")
     for odd in (7, "public.orders", "", SHOP.table, ["0123456789ab"]):
@@ -235,7 +235,7 @@ def test_of_a_snapshot_that_was_given_up_while_it_waited_its_end_is_told_too(
     runtime.control.stop_snapshot(second)
     runtime.commit(batch.ack)
     runtime.control.stop_snapshot()
-    assert keys(take(runtime), Kind.SNAPSHOT) == []
+    assert keys(take(runtime), BatchKind.SNAPSHOT) == []
     ended = [(fact.id, fact.stopped, fact.rows) for fact in heard if isinstance(fact, observers.SnapshotEnded)]
     assert sorted(ended) == sorted([(first, True, batch.rows), (second, True, 0), (third, True, 0)])
     runtime.stop()
@@ -249,12 +249,12 @@ def test_what_is_asked_for_after_a_stop_is_read_though_nobody_polled_between(
     runtime.control.snapshot(SHOP.table)
     runtime.control.stop_snapshot()
     runtime.control.snapshot(OTHER.table)
-    assert keys(take(runtime), Kind.SNAPSHOT) == [100, 101, 102]
+    assert keys(take(runtime), BatchKind.SNAPSHOT) == [100, 101, 102]
     under_way = runtime.control.snapshot(SHOP.table)
     runtime.commit(runtime.poll(0.0).ack)
     runtime.control.stop_snapshot(under_way)
     runtime.control.snapshot(OTHER.table)
-    assert keys(take(runtime), Kind.SNAPSHOT) == [100, 101, 102]
+    assert keys(take(runtime), BatchKind.SNAPSHOT) == [100, 101, 102]
     runtime.stop()
 
 
@@ -267,7 +267,7 @@ def test_a_snapshot_before_the_stream_can_be_given_up_and_the_stream_goes_on_fro
     source.commit(inserts(50))
     runtime.control.stop_snapshot()
     found = take(runtime)
-    assert (keys(found, Kind.SNAPSHOT), keys(found, Kind.STREAM)) == ([], [50])
+    assert (keys(found, BatchKind.SNAPSHOT), keys(found, BatchKind.STREAM)) == ([], [50])
     assert [fact.stopped for fact in heard if isinstance(fact, observers.SnapshotEnded)] == [True]
     runtime.stop()
     again = started(source, store)
@@ -285,7 +285,7 @@ def test_batches_of_a_snapshot_are_bounded_by_bytes_too(source: MemoryCapture, s
     runtime = CdcRuntime(source, store, snapshot_tables=TABLES, limits=Limits(rows=1000, bytes=size // 2))
     runtime.start()
     found = take(runtime)
-    assert keys(found, Kind.SNAPSHOT) == [*range(25), 100, 101, 102]
+    assert keys(found, BatchKind.SNAPSHOT) == [*range(25), 100, 101, 102]
     assert max(batch.rows for batch in found) == 5
     assert max(batch.batches[0].data.nbytes for batch in found) <= size
     runtime.stop()
@@ -307,7 +307,7 @@ def test_an_incremental_snapshot_goes_on_after_a_crash(source: MemoryCapture, st
     runtime.commit(batch.ack)
     runtime.force_stop()
     again = started(source, store)
-    assert keys(take(again), Kind.SNAPSHOT) == list(range(4, 25))
+    assert keys(take(again), BatchKind.SNAPSHOT) == list(range(4, 25))
     again.stop()
 
 
@@ -324,11 +324,11 @@ def test_a_snapshot_that_breaks_is_taken_up_again(
 
     monkeypatch.setattr(scan, "next", broken)
     found: list[Batch] = []
-    while len(keys(found, Kind.SNAPSHOT)) < 24:
+    while len(keys(found, BatchKind.SNAPSHOT)) < 24:
         batch = runtime.poll()
         found.append(batch)
         runtime.commit(batch.ack)
-    assert keys(found, Kind.SNAPSHOT) == [*range(4, 25), 100, 101, 102]
+    assert keys(found, BatchKind.SNAPSHOT) == [*range(4, 25), 100, 101, 102]
     runtime.stop()
 
 
@@ -408,7 +408,7 @@ def test_a_snapshot_on_demand_that_cannot_be_had_does_not_disturb_the_stream(
 
     monkeypatch.setattr(runtime._snapshots._scan, "next", refused)
     source.commit(inserts(901))
-    assert keys(take(runtime), Kind.STREAM)[-1] == 901
+    assert keys(take(runtime), BatchKind.STREAM)[-1] == 901
     codes = [fact.error.code for fact in heard if isinstance(fact, observers.SnapshotEnded) and fact.error]
     assert codes == ["source-table-missing", "unsupported", "source-table-missing"]
     assert [fact.id for fact in heard if isinstance(fact, observers.SnapshotEnded)][-1] == last
@@ -464,7 +464,7 @@ def test_a_checkpoint_that_cannot_be_saved_leaves_rows_that_were_read_unacknowle
     found = [batch]
     runtime.commit(batch.ack)
     found += take(runtime)
-    assert keys(found, Kind.SNAPSHOT) == [*range(25), 100, 101, 102]
+    assert keys(found, BatchKind.SNAPSHOT) == [*range(25), 100, 101, 102]
     assert runtime.rows_committed == 28
     runtime.stop()
 
@@ -493,7 +493,7 @@ def test_first_rows_are_acknowledged_although_a_transform_refuses_the_rest(
     rest = runtime.poll()
     assert (keys_of(rest), [event.seq for event in rest.events()]) == ([1, 2, 3], [1, 2, 3])
     runtime.commit(rest.ack)
-    assert keys(take(runtime), Kind.SNAPSHOT) == [*range(4, 25), 100, 101, 102]
+    assert keys(take(runtime), BatchKind.SNAPSHOT) == [*range(4, 25), 100, 101, 102]
     runtime.stop()
 
 
@@ -504,7 +504,7 @@ def test_the_rest_of_rows_that_were_read_is_nobodys_until_it_is_polled(
     runtime.commit(runtime.poll().ack, rows=1)
     assert runtime.control.status().unacknowledged == 3
     runtime.control.pause()
-    assert runtime.poll(0.0).kind is Kind.EMPTY
+    assert runtime.poll(0.0).kind is BatchKind.EMPTY
     drained = runtime.drain_and_stop()
     assert (drained.in_flight, [window.rows for window in drained.buffered]) == (None, [3])
     assert runtime.rows_committed == 1, "what was not polled again is not acknowledged"

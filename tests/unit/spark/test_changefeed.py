@@ -11,12 +11,12 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from tailrace.changelog.read.offsets import Place
+from tailrace.changelog.read.offsets import LogOffset
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import SourceNotReady, Unsupported, ValueUnfit
 from tailrace.model.schema import Identity
 from tailrace.spark.datasource.log.log_part import read_part
-from tailrace.spark.datasource.log.log_plan import LogView
+from tailrace.spark.datasource.log.log_plan import LogPlanner
 from tests.support.changes import SHOP, Change, delete, insert, move, table_schema, truncate, update
 from tests.support.frames import frame, rows_of_parts, steps, stream
 from tests.support.logs import KEYLESS_OTHER, Diary, seal
@@ -181,7 +181,7 @@ def test_a_key_may_be_a_list_of_dates_that_pythons_calendar_does_not_have(tmp_pa
     writer.append(window(0, 100, batch(days, insert([3_700_000], n=1), insert([None], n=2))))
     writer.close()
     made = frame(writer.path, table="public.things", shape="changelog")
-    (part,) = LogView(made).parts(Place(0), 1)
+    (part,) = LogPlanner(made).plan_parts(LogOffset(0), 1)
     (found,) = read_part(made, part, made.fields)
     assert found.column("n").to_pylist() == [1, 2]
 
@@ -238,23 +238,23 @@ def test_what_cannot_be_told_is_refused_after_everything_before_it(diary: Diary,
     if sealed:
         seal(diary.path)
     made = frame(diary.path, table="public.things", shape="changelog")
-    view = LogView(made)
-    assert view.step(Place(0), 5, limited=True) == 2
-    assert [row["id"] for row in rows_of_parts(made, view.parts(Place(0), 2))] == [1, 2]
+    view = LogPlanner(made)
+    assert view.next_end(LogOffset(0), 5, limited=True) == 2
+    assert [row["id"] for row in rows_of_parts(made, view.plan_parts(LogOffset(0), 2))] == [1, 2]
     with pytest.raises(Unsupported, match=r"TRUNCATE.*commit=3"):
-        view.step(Place(2), 5, limited=True)
+        view.next_end(LogOffset(2), 5, limited=True)
     with pytest.raises(ValueUnfit, match=r"commit=4.*Begin after the commit"):
-        view.step(Place(3), 5, limited=True)
+        view.next_end(LogOffset(3), 5, limited=True)
     with pytest.raises(Unsupported):
-        view.parts(Place(0), 5)
-    assert view.step(Place(4), 5, limited=True) == 5
+        view.plan_parts(LogOffset(0), 5)
+    assert view.next_end(LogOffset(4), 5, limited=True) == 5
     assert feed(diary, startingPosition=5) == [("insert", 5, None, 5)]
 
 
 def test_a_truncate_before_the_place_inside_a_commit_hinders_nobody(diary: Diary) -> None:
     diary.commit((FULL, [truncate(), insert(1)]))
     made = frame(diary.path, table="public.things", shape="changelog")
-    ((_, rows),) = steps(made, after=Place(0, 1))
+    ((_, rows),) = steps(made, after=LogOffset(0, 1))
     assert [row["id"] for row in rows] == [1]
 
 
@@ -276,6 +276,6 @@ def test_rows_are_told_by_the_key_they_had_when_they_were_written(diary: Diary) 
 def test_a_commit_is_read_by_one_task(diary: Diary) -> None:
     diary.piece((FULL, [insert(key) for key in range(50)]))
     diary.finish((FULL, [insert(key) for key in range(50, 100)]))
-    view = LogView(frame(diary.path, table="public.things", shape="changelog", rowsPerPartition=10))
-    assert len(view.parts(Place(0), 1)) == 1
+    view = LogPlanner(frame(diary.path, table="public.things", shape="changelog", rowsPerPartition=10))
+    assert len(view.plan_parts(LogOffset(0), 1)) == 1
     assert len(feed(diary, rowsPerPartition=10)) == 100

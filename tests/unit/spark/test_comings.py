@@ -7,15 +7,15 @@ import logging
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from tailrace.changelog.format.coverage import announce, confirm
-from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.format.coverage import announce_tables, confirm_tables
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
 from tailrace.changelog.maintain.sealer import Sealer
-from tailrace.changelog.read.offsets import Place
+from tailrace.changelog.read.offsets import LogOffset
 from tailrace.errors import ConfigError, LogGap
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
-from tailrace.spark.datasource.log.log_plan import LogView
-from tailrace.spark.datasource.log.log_read import LogReader
+from tailrace.spark.datasource.log.log_plan import LogPlanner
+from tailrace.spark.datasource.log.log_read import LogBatchReader
 from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP
 from tests.support.frames import Rows, frame, rows_of_parts, steps, stream
@@ -25,14 +25,14 @@ from tests.support.logs import OTHER, STEP, Diary, inserts, seal
 def come(diary: Diary, schema: TableSchema = SHOP, *, relation: int | None = None, ahead: int = 0) -> Lsn:
     """The table comes in, so far ahead of what the log has; from where on it is complete."""
     tables, at = [(schema.table, relation or schema.relation)], diary.writer.position.value + ahead
-    announce(diary.path, tables, Lsn(at), commit=diary.writer.commit)
-    confirm(diary.path, tables, Lsn(at + 1))
+    announce_tables(diary.path, tables, Lsn(at), commit=diary.writer.commit)
+    confirm_tables(diary.path, tables, Lsn(at + 1))
     return Lsn(at + 1)
 
 
 def ranged(log: LogPath, **options: object) -> Rows:
     made = frame(log, **options)
-    parts = LogReader(made, from_arrow_schema(made.fields)).partitions()
+    parts = LogBatchReader(made, from_arrow_schema(made.fields)).partitions()
     return rows_of_parts(made, [part.value for part in parts])
 
 
@@ -47,23 +47,23 @@ def test_a_table_that_was_out_for_a_while_ends_a_stream_after_everything_before(
 ) -> None:
     come(diary)
     diary.commit(inserts(1))
-    view = LogView(frame(diary.path, **what))
-    assert view.step(Place(0), 1, limited=True) == 1
+    view = LogPlanner(frame(diary.path, **what))
+    assert view.next_end(LogOffset(0), 1, limited=True) == 1
     diary.commit(inserts(7, schema=OTHER))
     whole = come(diary, ahead=STEP // 2)
-    assert view.step(Place(0), 2, limited=True) == (1 if "table" in what else 2), "the log is not there yet"
+    assert view.next_end(LogOffset(0), 2, limited=True) == (1 if "table" in what else 2), "the log is not there yet"
     diary.commit(inserts(8, schema=OTHER))
     diary.commit(inserts(3))
     if sealed:
         seal(diary.path)
-    view = LogView(frame(diary.path, **what))
-    assert view.step(Place(0), 4, limited=True) <= 2
+    view = LogPlanner(frame(diary.path, **what))
+    assert view.next_end(LogOffset(0), 4, limited=True) <= 2
     with pytest.raises(LogGap, match=rf"not captured for a while.*`startingPosition` {whole}"):
-        view.step(Place(2), 4, limited=True)
-    for offset in (Place(0), Place(1), Place(2)):
+        view.next_end(LogOffset(2), 4, limited=True)
+    for offset in (LogOffset(0), LogOffset(1), LogOffset(2)):
         with pytest.raises(LogGap):
-            view.parts(offset, 4)
-    assert view.step(Place(3), 4, limited=True) == 4, "who stands after it lacks nothing"
+            view.plan_parts(offset, 4)
+    assert view.next_end(LogOffset(3), 4, limited=True) == 4, "who stands after it lacks nothing"
     with pytest.raises(LogGap):
         ranged(diary.path, **what)
 
@@ -143,12 +143,12 @@ def test_a_table_that_is_new_to_the_log_is_told_of_once_and_ends_nothing(
     whole = come(diary, OTHER)
     diary.commit(inserts(2))
     diary.commit(inserts(7, schema=OTHER))
-    view = LogView(frame(diary.path, **what))
+    view = LogPlanner(frame(diary.path, **what))
     with caplog.at_level(logging.WARNING):
-        assert view.step(Place(0), 3, limited=True) == 3
-        view.parts(Place(0), 3)
+        assert view.next_end(LogOffset(0), 3, limited=True) == 3
+        view.plan_parts(LogOffset(0), 3)
         assert [getattr(record, "complete_from", None) for record in caplog.records] == [str(whole)]
-        assert LogView(frame(diary.path, **what)).step(Place(2), 3, limited=True) == 3
+        assert LogPlanner(frame(diary.path, **what)).next_end(LogOffset(2), 3, limited=True) == 3
         assert len(caplog.records) == 1, "whoever stands after it lacks nothing"
 
 
@@ -184,11 +184,11 @@ def test_it_is_told_also_when_the_log_has_let_go_of_what_lies_around_it(diary: D
         diary.commit(inserts(key, schema=OTHER))
     seal(diary.path)
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     diary.commit(inserts(9, schema=OTHER))
     made = frame(diary.path, table="public.things")
-    assert LogView(made).log.trimmed().commit == 6
+    assert LogPlanner(made).log.trimmed().commit == 6
     with pytest.raises(LogGap):
-        steps(made, after=Place(1))
+        steps(made, after=LogOffset(1))
     for after in (2, 6):
-        assert steps(made, after=Place(after)) == [], "nor is who stands after it told something wrong"
+        assert steps(made, after=LogOffset(after)) == [], "nor is who stands after it told something wrong"

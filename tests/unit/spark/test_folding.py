@@ -26,12 +26,12 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import BaseRowMissing
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold.fold import DELETE, UPSERT, Folded, folded_schema
-from tailrace.tables.location import Place
-from tailrace.tables.port import Cursor
-from tailrace.tables.spec import PLAIN, Form
+from tailrace.tables.fold.fold import DELETE, UPSERT, FoldedChanges, folded_schema
+from tailrace.tables.location import TableLocation
+from tailrace.tables.port import AppliedPosition
+from tailrace.tables.spec import PLAIN_MIRROR, TableSpec
 from tailrace.tasks import fold_files
-from tailrace.tasks.fold_files import FoldedFiles, fold_stretch
+from tailrace.tasks.fold_files import FoldedFiles, fold_range
 from tailrace.tasks.work import ApplyWork
 from tests.support.changes import (
     KEYLESS,
@@ -49,7 +49,7 @@ from tests.support.changes import (
 )
 from tests.support.logs import Diary, quick_folder
 
-START = Cursor(seq=-1, commit=0, position=ZERO)
+START = AppliedPosition(seq=-1, commit=0, position=ZERO)
 BIG = ("big",)
 
 
@@ -62,7 +62,7 @@ def folded(
     folder: Path, schema: TableSchema, commits: Sequence[Sequence[Change]], rows_max: int
 ) -> tuple[FoldedFiles, pa.Table]:
     """What comes of these commits, and the rows in the files."""
-    found = fold_stretch(stretch(folder, schema, commits), folder / "scratch", here, rows_max)
+    found = fold_range(stretch(folder, schema, commits), folder / "scratch", here, rows_max)
     pieces = [pq.ParquetFile(file).read() for file in found.files]
     rows = [row for piece in pieces for row in piece.to_pylist()]
     return found, pa.Table.from_pylist(rows, schema=folded_schema(schema))
@@ -72,7 +72,7 @@ def stretch(
     folder: Path,
     schema: TableSchema,
     commits: Sequence[Sequence[Change]],
-    form: Form = PLAIN,
+    form: TableSpec = PLAIN_MIRROR,
     times: Sequence[int] = (),
 ) -> ApplyWork:
     """A log of these commits, to be applied from its beginning; and a folder for what comes of them."""
@@ -83,16 +83,16 @@ def stretch(
     log = ChangeLog.open(diary.path)
     index = LogIndex(log)
     index.grow()
-    slices = tuple(index.pending(1, -1, index.commit))
+    slices = tuple(index.pending(1, -1, index.last_commit))
     (folder / "scratch").mkdir()
     return ApplyWork(
         table=schema.table,
         log=diary.path,
         slices=slices,
-        place=Place(path=folder / "t", log_id=log.log_id, form=form),
-        shape=schema,
+        location=TableLocation(path=folder / "t", log_id=log.log_id, spec=form),
+        schema=schema,
         expected=START,
-        cursor=replace(START, seq=slices[-1].last_seq, commit=slices[-1].last),
+        position_after=replace(START, seq=slices[-1].last_seq, commit=slices[-1].last),
     )
 
 
@@ -145,7 +145,7 @@ def test_any_history_dealt_out_ends_in_the_source_s_rows(
     with tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder, in_pieces_of(piece):
         found, rows = folded(folder, model.schema, commits, rows_max)
     assert found.changes == sum(map(len, commits))
-    assert apply_in_memory(model.schema, table, Folded(truncated=found.truncated, rows=rows)) == model.table()
+    assert apply_in_memory(model.schema, table, FoldedChanges(truncated=found.truncated, rows=rows)) == model.table()
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 4])
@@ -157,7 +157,7 @@ def test_no_piece_ends_between_the_halves_of_a_move(tmp_path: Path, piece: int) 
     with in_pieces_of(piece):
         found, dealt = folded(tmp_path, SHOP, [[insert(8), insert(9), *rows]], 2)
     assert found.changes == 6
-    assert apply_in_memory(SHOP, table, Folded(truncated=False, rows=dealt))[(2,)]["big"] == "new"
+    assert apply_in_memory(SHOP, table, FoldedChanges(truncated=False, rows=dealt))[(2,)]["big"] == "new"
 
 
 IMAGE = st.tuples(st.sampled_from([None, 0, 1]), st.sampled_from([None, "x"]))
@@ -205,7 +205,7 @@ def test_memory_does_not_grow_with_the_transaction(tmp_path: Path) -> None:
         work = stretch(folder, SHOP, [[insert(i, big=f"{i}{wide}") for i in range(rows)]])
         pa.set_memory_pool(pool)
         try:
-            assert fold_stretch(work, folder / "scratch", here, 2_000).upserts == rows
+            assert fold_range(work, folder / "scratch", here, 2_000).upserts == rows
             gc.collect()  # what came from this pool must not outlive it
         finally:
             pa.set_memory_pool(before)
@@ -234,7 +234,7 @@ def test_where_rows_can_be_read_again_nothing_is_refused_for_want_of_a_base(tmp_
         [*move(2, 3, unchanged=BIG), insert(4)],
     ]
     work = replace(stretch(tmp_path, SHOP, commits), reader=SnapshotReader("", None, None))
-    found = fold_stretch(work, tmp_path / "scratch", here, rows_max)
+    found = fold_range(work, tmp_path / "scratch", here, rows_max)
     rows = [row for file in found.files for row in pq.ParquetFile(file).read().to_pylist()]
     assert sorted((row["c0"], row["op"], row["absent"], row["base"]) for row in rows) == [
         (1, UPSERT, [2], None),
@@ -242,14 +242,14 @@ def test_where_rows_can_be_read_again_nothing_is_refused_for_want_of_a_base(tmp_
         (3, UPSERT, [2], None),
         (4, UPSERT, None, None),
     ]
-    assert found.absent == {2}
+    assert found.unsent == {2}
 
 
 @pytest.mark.parametrize("rows_max", [1, 100])
 def test_where_letters_are_kept_a_row_without_a_base_is_refused(tmp_path: Path, rows_max: int) -> None:
     reads = replace(stretch(tmp_path, SHOP, [[arrival(2, unchanged=BIG)] * 2]), reader=SnapshotReader("", None, None))
     with pytest.raises(BaseRowMissing):
-        fold_stretch(replace(reads, letters=True), tmp_path / "scratch", here, rows_max)
+        fold_range(replace(reads, dead_letters_enabled=True), tmp_path / "scratch", here, rows_max)
 
 
 @pytest.mark.parametrize("rows_max", [1, 100])

@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.deadletters.store import Letters
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import BaseRowMissing, DeadLettersFull, ValueUnfit
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold.by_mode import fold_into
-from tailrace.tables.fold.fold import Folded
-from tailrace.tables.spec import Form, TableMode
+from tailrace.tables.fold.by_mode import fold_by_mode
+from tailrace.tables.fold.fold import FoldedChanges
+from tailrace.tables.spec import TableMode, TableSpec
 from tailrace.tasks import dead_letters, fold_files
-from tailrace.tasks.dead_letters import Step, sifted_by
-from tailrace.tasks.fold_files import FoldedFiles, fold_stretch
-from tailrace.tasks.fold_rejects import KeepWork, keep_aside
-from tailrace.tasks.work import ApplyWork, changes_of
+from tailrace.tasks.dead_letters import ApplyStep, split_by_mode
+from tailrace.tasks.fold_files import FoldedFiles, fold_range
+from tailrace.tasks.fold_rejects import StoreRejectsWork, store_task_rejects
+from tailrace.tasks.work import ApplyWork, read_changes
 from tests.support.changes import KEYLESS, SHOP, Change, Model, delete, insert, truncate, update
 from tests.support.logs import quick_folder
 from tests.support.quiet import THINGS, Quiet
@@ -32,9 +32,10 @@ from tests.unit.spark.test_folding import BIG, STEPS, here, in_commits, stretch
 
 NAMED = (("big", "large"), ("id", "number"))
 FORMS = [
-    Form(metadata=("_seq", "_op"), columns=NAMED), Form(soft_delete=True, metadata=("_op", "_seq", "_committed_at")),
-    Form(mode=TableMode.HISTORY, metadata=("_op", "_committed_at"), columns=NAMED),
-    Form(mode=TableMode.APPEND, columns=NAMED),
+    TableSpec(metadata=("_seq", "_op"), renamed_columns=NAMED),
+    TableSpec(soft_delete=True, metadata=("_op", "_seq", "_committed_at")),
+    TableSpec(mode=TableMode.HISTORY, metadata=("_op", "_committed_at"), renamed_columns=NAMED),
+    TableSpec(mode=TableMode.APPEND, renamed_columns=NAMED),
 ]  # fmt: skip
 
 
@@ -43,8 +44,10 @@ def rows_of(found: FoldedFiles) -> list[str]:
     return sorted(str(row) for piece in pieces for row in piece.to_pylist())
 
 
-def expected(work: ApplyWork, folded: Folded) -> list[str]:
-    names = [name for name in folded.rows.column_names if name != "base" or work.place.form.stored(work.shape).key]
+def expected(work: ApplyWork, folded: FoldedChanges) -> list[str]:
+    names = [
+        name for name in folded.rows.column_names if name != "base" or work.location.spec.stored_schema(work.schema).key
+    ]
     return sorted(map(str, folded.rows.select(names).to_pylist()))
 
 
@@ -52,7 +55,7 @@ def expected(work: ApplyWork, folded: Folded) -> list[str]:
 @given(steps=STEPS, rows_max=st.integers(1, 5), times=st.lists(st.integers(0, 9), min_size=60, max_size=60))
 @settings(max_examples=30, deadline=None)
 def test_what_is_dealt_out_comes_to_what_one_fold_comes_to(
-    form: Form, steps: list[tuple[Any, ...]], rows_max: int, times: list[int]
+    form: TableSpec, steps: list[tuple[Any, ...]], rows_max: int, times: list[int]
 ) -> None:
     model = Model()
     for number in range(3):
@@ -61,38 +64,38 @@ def test_what_is_dealt_out_comes_to_what_one_fold_comes_to(
         return
     with tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder:
         work = stretch(folder, model.schema, commits, form, times)
-        found = fold_stretch(work, folder / "scratch", here, rows_max)
-        whole = fold_into(form, model.schema, changes_of(work))
+        found = fold_range(work, folder / "scratch", here, rows_max)
+        whole = fold_by_mode(form, model.schema, read_changes(work))
         assert rows_of(found) == expected(work, whole)
-    assert (found.truncated, found.ended, found.clock) == (whole.truncated, whole.ended, whole.clock)
+    assert (found.truncated, found.ended, found.clock) == (whole.truncated, whole.truncate_effect, whole.latest_time)
     assert found.changes == sum(map(len, commits))
-    assert found.only_adds == (whole.ended is None and not found.deletes and not whole.partial)
+    assert found.only_adds == (whole.truncate_effect is None and not found.deletes and not whole.partial)
 
 
 def test_every_change_of_a_keyless_table_is_a_row_and_none_is_dealt_out(tmp_path: Path) -> None:
     rows = [insert({"a": 1, "b": "x"}), delete({"a": 1, "b": "x"}), truncate(), insert({"a": 1, "b": "x"})]
-    work = stretch(tmp_path, KEYLESS, [rows, rows], Form(mode=TableMode.APPEND))
-    found = fold_stretch(work, tmp_path / "scratch", here, 4)
+    work = stretch(tmp_path, KEYLESS, [rows, rows], TableSpec(mode=TableMode.APPEND))
+    found = fold_range(work, tmp_path / "scratch", here, 4)
     assert (found.upserts, found.deletes, found.changes, len(found.files)) == (8, 0, 8, 2)
     assert not list((tmp_path / "scratch").glob("*.arrow"))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("rows_max", [1, 100])
-def test_what_a_table_cannot_take_is_refused_by_every_form(tmp_path: Path, form: Form, rows_max: int) -> None:
+def test_what_a_table_cannot_take_is_refused_by_every_form(tmp_path: Path, form: TableSpec, rows_max: int) -> None:
     work = stretch(tmp_path, SHOP, [[insert(1), insert(2)], [update(1, unfit=("n",))]], form)
     with pytest.raises(ValueUnfit) as refused:
-        fold_stretch(work, tmp_path / "scratch", here, rows_max)
+        fold_range(work, tmp_path / "scratch", here, rows_max)
     assert refused.value.hint
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("rows_max", [1, 100])
-def test_what_no_partition_can_be_is_refused_by_every_form(tmp_path: Path, form: Form, rows_max: int) -> None:
+def test_what_no_partition_can_be_is_refused_by_every_form(tmp_path: Path, form: TableSpec, rows_max: int) -> None:
     form = replace(form, partition_by=("name",))
     work = stretch(tmp_path, SHOP, [[insert(1, name="a"), insert(2)], [update(1, name="")], [delete(2)]], form)
     with pytest.raises(ValueUnfit, match="cannot be that of a partition") as refused:
-        fold_stretch(work, tmp_path / "scratch", here, rows_max)
+        fold_range(work, tmp_path / "scratch", here, rows_max)
     assert refused.value.fields["column"] == "name"
 
 
@@ -102,13 +105,13 @@ def test_partitions_that_the_key_names_are_told_while_they_are_few(
     shape = replace(SHOP, key=("id", "name"))
     rows = [insert({"id": key, "name": "ab"[key % 2]}) for key in range(6)]
     commits = [rows[:3], rows[3:], [delete({"id": 0, "name": "c"})]]
-    work = stretch(tmp_path, shape, commits, Form(partition_by=("name",)))
-    assert fold_stretch(work, tmp_path / "scratch", here, 3).partitions == {"name": frozenset("abc")}
+    work = stretch(tmp_path, shape, commits, TableSpec(partition_by=("name",)))
+    assert fold_range(work, tmp_path / "scratch", here, 3).partitions == {"name": frozenset("abc")}
     monkeypatch.setattr(fold_files, "PARTITIONS_MAX", 2)
     for rows_max in (3, 100):
         scratch = tmp_path / f"scratch-{rows_max}"
         scratch.mkdir()
-        assert fold_stretch(work, scratch, here, rows_max).partitions == {"name": None}
+        assert fold_range(work, scratch, here, rows_max).partitions == {"name": None}
 
 
 # --- what the table cannot take ----------------------------------------------------------------------------
@@ -140,7 +143,7 @@ def test_tasks_set_aside_what_one_would(form: str, steps: list[Any], rows_max: i
         quiet = Quiet(folder, on_bad_row="dead-letter", form=form)
         quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in (1, 2, 3)])
         quiet.commit(update(1, unfit=BAD), update(2, unfit=BAD))
-        assert quiet.apply()[-1].letters == 2
+        assert quiet.apply()[-1].dead_letters == 2
         work = pending(quiet, [told(*step) for step in steps], rows_max)
         compare_with_one(work, folder / "scratch", rows_max, {1, 2})
 
@@ -156,7 +159,7 @@ def test_tasks_set_aside_rows_without_a_key_as_one_would(steps: list[Any], rows_
         quiet = Quiet(folder, on_bad_row="dead-letter")
         quiet.load([{"a": key, "b": "x"} for key in (1, 2, 3)], schema=KEYLESS)
         quiet.commit(insert({"a": 1}, unfit=("b",)), insert({"a": 2}, unfit=("b",)), schema=KEYLESS)
-        assert quiet.apply()[-1].letters == 2
+        assert quiet.apply()[-1].dead_letters == 2
         work = pending(quiet, [told_keyless(*step) for step in steps], rows_max, KEYLESS)
         compare_with_one(work, folder / "scratch", rows_max, {1, 2})
 
@@ -175,20 +178,27 @@ def told_keyless(kind: str, key: int) -> Change:
 
 def compare_with_one(work: ApplyWork, scratch: Path, rows_max: int, before: set[int]) -> None:
     """What tasks fold and set aside of a stretch is what one would that had all of it."""
-    letters, form = Letters(work.log, THINGS), work.place.form
-    step = Step(log=work.log, schema=work.shape, form=form, expected=work.expected, cursor=work.cursor, on=True)
-    wanted = sifted_by(partial(work.place.open().holds, work.shape), step, changes_of(work), letters)
-    found = fold_stretch(work, scratch, here, rows_max, sifts=True)
-    folded = fold_into(form, work.shape, wanted.changes)
+    letters, form = DeadLetterStore(work.log, THINGS), work.location.spec
+    step = ApplyStep(
+        log=work.log,
+        schema=work.schema,
+        spec=form,
+        expected=work.expected,
+        position_after=work.position_after,
+        dead_letters_enabled=True,
+    )
+    wanted = split_by_mode(partial(work.location.open().keys_exist, work.schema), step, read_changes(work), letters)
+    found = fold_range(work, scratch, here, rows_max, sifts=True)
+    folded = fold_by_mode(form, work.schema, wanted.changes)
     assert rows_of(found) == expected(work, folded)
-    if found.aside:
-        assert keep_aside(KeepWork(work=work, aside=found.aside)) is None
-    kept = letters.open(work.cursor.seq)
-    left = {*before, *wanted.letters.column("_seq").to_pylist()} - set(wanted.cleared.tolist())
+    if found.rejects:
+        assert store_task_rejects(StoreRejectsWork(work=work, rejects=found.rejects)) is None
+    kept = letters.read_open(work.position_after.seq)
+    left = {*before, *wanted.dead_letters.column("_seq").to_pylist()} - set(wanted.cleared.tolist())
     assert {seq for bundle in kept for seq in bundle.seqs} == left
-    assert letters.passed(work.cursor.seq) == frozenset(wanted.passed.tolist())
+    assert letters.superseded(work.position_after.seq) == frozenset(wanted.superseded.tolist())
     assert all(bundle.seqs == sorted(bundle.seqs) for bundle in kept)
-    assert sum(len(item.causes) for item in found.aside) == wanted.letters.num_rows
+    assert sum(len(item.causes) for item in found.rejects) == wanted.dead_letters.num_rows
 
 
 def pending(quiet: Quiet, changes: list[Change], size: int, schema: TableSchema = SHOP) -> ApplyWork:
@@ -197,39 +207,39 @@ def pending(quiet: Quiet, changes: list[Change], size: int, schema: TableSchema 
         quiet.commit(*changes[start : start + size], schema=schema)
     lives = quiet.lives()
     life = lives.add(THINGS)
-    found = lives.stretch(life, lives.index.commit)
+    found = lives.next_range(life, lives.index.last_commit)
     assert found is not None
     (quiet.file.parent / "scratch").mkdir()
     return ApplyWork(
         table=THINGS,
         log=quiet.settings.log.path,
-        place=life.place,
+        location=life.location,
         slices=found.slices,
-        shape=schema,
+        schema=schema,
         expected=quiet.cursor,
-        cursor=found.cursor,
-        letters=True,
+        position_after=found.position_after,
+        dead_letters_enabled=True,
     )
 
 
 def test_too_many_in_all_tasks_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dead_letters, "LETTERS_MAX", 3)
+    monkeypatch.setattr(dead_letters, "DEAD_LETTERS_MAX", 3)
     quiet = Quiet(tmp_path, on_bad_row="dead-letter")
     quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in range(6)])
     work = pending(quiet, [update(key, unfit=BAD) for key in range(6)], 2)
-    found = fold_stretch(work, tmp_path / "scratch", here, 2, sifts=True)
-    refused = keep_aside(KeepWork(work=work, aside=found.aside))
+    found = fold_range(work, tmp_path / "scratch", here, 2, sifts=True)
+    refused = store_task_rejects(StoreRejectsWork(work=work, rejects=found.rejects))
     assert isinstance(refused, DeadLettersFull)
-    assert not Letters(work.log, THINGS).any, "nothing is written of what is refused"
+    assert not DeadLetterStore(work.log, THINGS).has_any, "nothing is written of what is refused"
 
 
 def test_a_cause_stays_with_its_letter(tmp_path: Path) -> None:
     quiet = Quiet(tmp_path, on_bad_row="dead-letter")
     quiet.load([])
     work = pending(quiet, [update(key, unfit=BAD) if key % 2 else update(key, unchanged=BIG) for key in range(8)], 2)
-    found = fold_stretch(work, tmp_path / "scratch", here, 2, sifts=True)
-    assert keep_aside(KeepWork(work=work, aside=found.aside)) is None
-    (bundle,) = Letters(work.log, THINGS).open(work.cursor.seq)
+    found = fold_range(work, tmp_path / "scratch", here, 2, sifts=True)
+    assert store_task_rejects(StoreRejectsWork(work=work, rejects=found.rejects)) is None
+    (bundle,) = DeadLetterStore(work.log, THINGS).read_open(work.position_after.seq)
     codes = bundle.rows.column("_cause_code").to_pylist()
     assert codes == [BaseRowMissing.code, ValueUnfit.code] * 4
     assert bundle.changes.column("id").to_pylist() == list(range(8))

@@ -19,22 +19,27 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.deadletters.store import CAUSE, Bundle, Letters
-from tailrace.deadletters.store import Origin as LettersOrigin
+from tailrace.deadletters.store import CAUSE, DeadLetterBatch, DeadLetterStore
+from tailrace.deadletters.store import DeadLetterOrigin as LettersOrigin
 from tailrace.errors import ForeignWrite, TailraceError
 from tailrace.model import change
-from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
-from tailrace.model.change import unfit_by_rule
-from tailrace.model.policies import Policies, Policy
+from tailrace.model.catalogue_facts import CatalogueFacts, ColumnFacts, StorageFacts
+from tailrace.model.change import rule_failure_text
+from tailrace.model.policies import EvolutionPolicies, EvolutionPolicy
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.compaction_plan import Upkeep
-from tailrace.tables.evolve.carry_over import carry
-from tailrace.tables.evolve.schema_plan import Recast, no_value, plan
+from tailrace.tables.compaction_plan import UpkeepPlan
+from tailrace.tables.evolve.carry_over import carry_over
+from tailrace.tables.evolve.schema_plan import Recast, no_value, plan_evolution
 from tailrace.tables.fold.fold import fold
-from tailrace.tables.spec import Form, Origin, TableMode
-from tailrace.tasks.load_dead_letters import LoadLetters
-from tailrace.tasks.replay_changes import LateWork, StageLateWork, deliver_late, stage_late
+from tailrace.tables.spec import LoadOrigin, TableMode, TableSpec
+from tailrace.tasks.keyless_replay import (
+    ReplayChangesWork,
+    StageReplayChangesWork,
+    replay_changes,
+    stage_replay_changes,
+)
+from tailrace.tasks.load_dead_letters import LoadRejects
 from tailrace.tasks.work import EvolveWork, Outcome, advance_table
 from tests.support.changes import KEYLESS, changes, delete, insert, record_batches, update
 from tests.support.engines import FORMAT, IS_SPARK, not_spark, spark_engine
@@ -44,9 +49,11 @@ BAD = ("n",)
 
 
 def with_facts(schema: TableSchema, numbers: tuple[int, ...], made: int) -> TableSchema:
-    columns = tuple(ColumnFacts(number=one, nullable=True, default=None, fill=None, stamp=1) for one in numbers)
-    stored = Storage(relation=schema.relation, name="public.things", file=5, attached=False)
-    return replace(schema, facts=Facts(columns=columns, storage=(stored,), made=made))
+    columns = tuple(
+        ColumnFacts(number=one, nullable=True, default=None, fast_default=None, definition_version=1) for one in numbers
+    )
+    stored = StorageFacts(relation=schema.relation, name="public.things", file=5, attached=False)
+    return replace(schema, facts=CatalogueFacts(columns=columns, storage=(stored,), columns_ever=made))
 
 
 def retyped(schema: TableSchema, name: str, kind: pa.DataType) -> TableSchema:
@@ -87,18 +94,18 @@ def of_copies(folder: Path) -> Quiet:
     return made
 
 
-def reshape(quiet: Quiet, schema: TableSchema, *, drop: Policy = Policy.KEEP_NULL) -> None:
+def reshape(quiet: Quiet, schema: TableSchema, *, drop: EvolutionPolicy = EvolutionPolicy.KEEP_NULL) -> None:
     """Give the table another shape, as the pipeline does it; of one that keeps the past the load has landed, too."""
-    place, old = quiet.place, quiet.place.look().shape()
+    place, old = quiet.place, quiet.place.open_for_reading().schema()
     assert old is not None
-    policies = Policies(drop=drop)
-    if place.form.retains:
-        recast: Any = carry(place.form, old, schema, policies, no_value)
+    policies = EvolutionPolicies(drop=drop)
+    if place.spec.keeps_past:
+        recast: Any = carry_over(place.spec, old, schema, policies, no_value)
     else:
-        recast = plan(old, schema, policies, no_value, place.form)
+        recast = plan_evolution(old, schema, policies, no_value, place.spec)
     assert isinstance(recast, Recast)
     recast = replace(recast, schema=schema)
-    done = run(advance_table, EvolveWork(table=THINGS, place=place, recast=recast, expected=quiet.cursor))
+    done = run(advance_table, EvolveWork(table=THINGS, location=place, recast=recast, expected=quiet.cursor))
     assert done.error is None
 
 
@@ -110,20 +117,20 @@ def run(task: Callable[[Any], Outcome], work: Any) -> Outcome:
     return outcome
 
 
-def work_of(quiet: Quiet) -> LateWork:
-    shape = quiet.place.look().shape()
+def work_of(quiet: Quiet) -> ReplayChangesWork:
+    shape = quiet.place.open_for_reading().schema()
     assert shape is not None
-    return LateWork(log=quiet.settings.log.path, place=quiet.place, shape=shape, expected=quiet.cursor)
+    return ReplayChangesWork(log=quiet.settings.log.path, location=quiet.place, schema=shape, expected=quiet.cursor)
 
 
 def deliver(quiet: Quiet) -> Outcome:
-    done = run(deliver_late, work_of(quiet))
+    done = run(replay_changes, work_of(quiet))
     assert done.error is None
     return done
 
 
 def letters(quiet: Quiet) -> list[int]:
-    found = Letters(quiet.settings.log.path, THINGS).open(quiet.cursor.seq, quiet.cursor.load)
+    found = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.cursor.seq, quiet.cursor.load)
     return sorted(seq for bundle in found for seq in bundle.seqs)
 
 
@@ -145,7 +152,7 @@ def test_a_change_that_fits_now_is_the_row_that_it_would_have_been_and_comes_onc
     assert quiet.apply()[-1].error is None
     position = quiet.cursor
     done = deliver(quiet)
-    assert (done.rows, done.letters, done.version) == (1, 0, quiet.place.look().version())
+    assert (done.rows, done.dead_letters, done.version) == (1, 0, quiet.place.open_for_reading().version())
     assert quiet.cursor == position
     assert told(quiet) == [
         (0, "read", None, "0"),
@@ -156,17 +163,17 @@ def test_a_change_that_fits_now_is_the_row_that_it_would_have_been_and_comes_onc
     first, late = sorted(quiet.content(), key=lambda row: int(row["_seq"]))[1:3]
     assert all(late[name] == first[name] for name in ("_position", "_tx", "_committed_at"))
     assert (deliver(quiet).rows, len(told(quiet)), letters(quiet)) == (0, 4, [])
-    assert not Letters(quiet.settings.log.path, THINGS).any
+    assert not DeadLetterStore(quiet.settings.log.path, THINGS).has_any
 
 
 def test_what_still_has_no_place_stays_and_says_why(tmp_path: Path) -> None:
     quiet = of_changes(tmp_path)
-    failed = update(2, unfit=BAD, unfit_text=unfit_by_rule("hash", "no key"))
+    failed = update(2, unfit=BAD, unfit_text=rule_failure_text("hash", "no key"))
     quiet.commit(failed, update(3, name="c", unfit=BAD, unfit_text="NaN"), schema=FULL)
     quiet.apply()
     reshape(quiet, retyped(TEXT, "name", pa.int64()))  # what was a text has no place in it
     assert (deliver(quiet).rows, letters(quiet)) == (0, [2, 3, 4])
-    mine = Letters(quiet.settings.log.path, THINGS).open(quiet.cursor.seq)
+    mine = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.cursor.seq)
     causes = dict(
         zip(
             [seq for one in mine for seq in one.seqs],
@@ -187,7 +194,7 @@ def test_no_value_is_lost_in_a_column_that_only_the_table_still_has(tmp_path: Pa
     reshape(quiet, narrow)
     assert (deliver(quiet).rows, letters(quiet)) == (0, [2])
     other = of_changes(tmp_path / "dropped")
-    reshape(other, narrow, drop=Policy.APPLY)
+    reshape(other, narrow, drop=EvolutionPolicy.APPLY)
     assert (deliver(other).rows, letters(other)) == (1, [])
     assert max((row["_seq"], row["name"]) for row in other.content()) == (2, "b")
 
@@ -205,12 +212,14 @@ def test_a_row_that_a_load_could_not_bring_stands_with_those_that_it_brought(tmp
     quiet = Quiet(tmp_path, on_bad_row="dead-letter", form="mode: append", table_format=FORMAT)
     quiet.diary.commit()
     quiet.commit(insert(1, n=1), schema=FULL)
-    kept = LoadLetters(FULL, Form(mode=TableMode.APPEND), Origin(seq=1, position="0/1", read_at=7), Lsn(9))
+    kept = LoadRejects(FULL, TableSpec(mode=TableMode.APPEND), LoadOrigin(seq=1, position="0/1", read_at=7), Lsn(9))
     (batch,) = record_batches(FULL, [{"id": 2, "name": "x"}])
-    list(kept.without_letters([(batch, pa.array([[{"column": "n", "text": "NaN"}]], change.UNFIT_TYPE))]))
+    list(kept.without_rejects([(batch, pa.array([[{"column": "n", "text": "NaN"}]], change.UNFIT_TYPE))]))
     quiet.load_anew([{"id": 1, "n": 1}], "first", schema=FULL)
-    aside = Letters(quiet.settings.log.path, THINGS)
-    aside.write_load("first", quiet.cursor.seq, [Bundle(shape=FULL, rows=kept.letters)], LettersOrigin(1, "0/1"))
+    aside = DeadLetterStore(quiet.settings.log.path, THINGS)
+    aside.write_load_rejects(
+        "first", quiet.cursor.seq, [DeadLetterBatch(schema=FULL, rows=kept.dead_letters)], LettersOrigin(1, "0/1")
+    )
     quiet.commit(update(2, n=5), schema=FULL)
     quiet.apply()
     reshape(quiet, TEXT)
@@ -222,7 +231,7 @@ def test_a_row_that_a_load_could_not_bring_stands_with_those_that_it_brought(tmp
 def test_rows_of_a_table_without_a_key_come_in_as_copies(tmp_path: Path) -> None:
     quiet = of_copies(tmp_path)
     assert (deliver(quiet).rows, letters(quiet)) == (0, [1, 2, 3])
-    reshape(quiet, ONES, drop=Policy.APPLY)
+    reshape(quiet, ONES, drop=EvolutionPolicy.APPLY)
     assert (deliver(quiet).rows, letters(quiet), ones(quiet)) == (3, [], [1, 2, 2, 2, 3])
     assert (deliver(quiet).rows, ones(quiet)) == (0, [1, 2, 2, 2, 3])
     quiet.commit(delete({"a": 2}), delete({"a": 2}), delete({"a": 3}), schema=ONES)
@@ -232,7 +241,7 @@ def test_rows_of_a_table_without_a_key_come_in_as_copies(tmp_path: Path) -> None
 
 def test_a_row_that_goes_while_it_is_a_letter_takes_the_letter_and_no_more(tmp_path: Path) -> None:
     quiet = of_copies(tmp_path)
-    reshape(quiet, ONES, drop=Policy.APPLY)
+    reshape(quiet, ONES, drop=EvolutionPolicy.APPLY)
     quiet.commit(delete({"a": 3}), delete({"a": 2}), insert({"a": 3}), schema=ONES)
     assert quiet.apply()[-1].error is None, "the table has no such row"
     assert (letters(quiet), ones(quiet)) == ([2], [1, 2, 3])
@@ -247,7 +256,7 @@ def test_any_story_ends_as_the_source_whenever_letters_are_tried(tmp_path: Path)
     chance = random.Random(20261118)
     for number in range(3):
         quiet, source = of_copies(tmp_path / str(number)), [1, 2, 2, 2, 3]
-        reshape(quiet, ONES, drop=Policy.APPLY)
+        reshape(quiet, ONES, drop=EvolutionPolicy.APPLY)
         for _ in range(8):
             rows = []
             for _ in range(chance.randint(1, 4)):
@@ -271,10 +280,10 @@ def test_a_column_that_is_added_has_in_a_letter_s_row_what_it_has_in_the_others(
     column = Column(name="c", source_type="integer", type=pa.int32())
     shape = with_facts(replace(ONES, columns=(*ONES.columns, column)), (1, 3), 3)
     assert shape.facts is not None
-    told = replace(shape.facts.columns[1], fill="7")
+    told = replace(shape.facts.columns[1], fast_default="7")
     shape = replace(shape, facts=replace(shape.facts, columns=(shape.facts.columns[0], told)))
-    recast = Recast(schema=shape, added=("c",), filled=(("c", pa.scalar(7, pa.int32())),), dropped=("b",))
-    done = run(advance_table, EvolveWork(table=THINGS, place=quiet.place, recast=recast, expected=quiet.cursor))
+    recast = Recast(schema=shape, added=("c",), backfilled=(("c", pa.scalar(7, pa.int32())),), dropped=("b",))
+    done = run(advance_table, EvolveWork(table=THINGS, location=quiet.place, recast=recast, expected=quiet.cursor))
     assert done.error is None
     assert deliver(quiet).rows == 3
     assert sorted((row["a"], row["c"]) for row in quiet.content()) == [(1, 7), (2, 7), (2, 7), (2, 7), (3, 7)]
@@ -284,16 +293,16 @@ def test_what_the_source_has_in_a_row_now_is_not_guessed(tmp_path: Path) -> None
     quiet = of_copies(tmp_path)
     unknown = replace(ONES, facts=None)
     recast = Recast(schema=unknown, dropped=("b",))
-    run(advance_table, EvolveWork(table=THINGS, place=quiet.place, recast=recast, expected=quiet.cursor))
+    run(advance_table, EvolveWork(table=THINGS, location=quiet.place, recast=recast, expected=quiet.cursor))
     assert (deliver(quiet).rows, letters(quiet), ones(quiet)) == (0, [1, 2, 3], [1, 2])
-    (bundle,) = Letters(quiet.settings.log.path, THINGS).open(quiet.cursor.seq)
+    (bundle,) = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.cursor.seq)
     assert "the table has other columns by now" in bundle.rows.column(CAUSE)[0].as_py()
 
 
 LATE = """
 import pickle, sys
-from tailrace.tasks.replay_changes import deliver_late
-deliver_late(pickle.load(open(sys.argv[1], "rb")))
+from tailrace.tasks.keyless_replay import replay_changes
+replay_changes(pickle.load(open(sys.argv[1], "rb")))
 """
 PLACES = ["letters.promised", "table.before_commit", "table.after_commit", "letters.delivered"]
 
@@ -328,14 +337,14 @@ def test_killed_anywhere_a_change_is_there_once(tmp_path: Path, place: str, betw
         done = place in PLACES[2:]
         assert letters(quiet) == ([] if done else [2]), "whoever applies looks"
     elif between == "upkeep":
-        quiet.table.tend(Upkeep(file_bytes=None, remove_after_seconds=0), quiet.cursor)
+        quiet.table.compact(UpkeepPlan(file_bytes=None, remove_after_seconds=0), quiet.cursor)
     elif between == "another shape":
         reshape(quiet, renamed(TEXT, "big", "large"))
     elif between == "another that dies":
         killed(quiet, "letters.promised", tmp_path)
     deliver(quiet)
     assert ([row for row in told(quiet) if row[0] == 2], letters(quiet)) == ([(2, "update", "b", "NaN")], [])
-    assert not Letters(quiet.settings.log.path, THINGS).any
+    assert not DeadLetterStore(quiet.settings.log.path, THINGS).has_any
 
 
 @not_spark
@@ -343,7 +352,7 @@ def test_killed_anywhere_a_change_is_there_once(tmp_path: Path, place: str, betw
 @pytest.mark.parametrize("changed", [False, True])
 def test_killed_anywhere_the_copies_are_as_many_as_the_source_has(tmp_path: Path, place: str, changed: bool) -> None:
     quiet = of_copies(tmp_path / "quiet")
-    reshape(quiet, ONES, drop=Policy.APPLY)
+    reshape(quiet, ONES, drop=EvolutionPolicy.APPLY)
     killed(quiet, place, tmp_path)
     if changed:
         quiet.commit(delete({"a": 2}), delete({"a": 3}), schema=ONES)
@@ -359,12 +368,12 @@ def test_where_the_driver_dies_around_its_commit_a_change_is_there_once(tmp_path
     reshape(quiet, TEXT)
     work, table = work_of(quiet), spark_engine()._table(quiet.place)
     with table.scratch() as scratch:
-        found = stage_late(StageLateWork(work=work, path=scratch / "late.parquet"))
+        found = stage_replay_changes(StageReplayChangesWork(work=work, path=scratch / "late.parquet"))
         assert not isinstance(found, TailraceError)
         promised, folded = found
-        assert promised.late is not None
+        assert promised.replay_id is not None
         if dies == "after it":
-            table.add_files(TEXT, folded, work.expected, after=promised.after, late=promised.late)
+            table.append_files(TEXT, folded, work.expected, after=promised.previous_replay_id, late=promised.replay_id)
     assert letters(quiet) == [2]
     assert deliver(quiet).rows == (0 if dies == "after it" else 1)
     assert ([row for row in told(quiet) if row[0] == 2], letters(quiet)) == ([(2, "update", "b", "NaN")], [])
@@ -376,10 +385,10 @@ def test_whoever_was_thought_dead_and_goes_on_adds_nothing_twice(tmp_path: Path)
     reshape(quiet, TEXT)
     row = fold(replace(TEXT, key=()), changes(TEXT, insert(9)))
     with pytest.raises(ForeignWrite):
-        quiet.table.add(TEXT, row, quiet.cursor, after="another", late="mine")
-    assert (deliver(quiet).rows, quiet.table.late() is None) == (1, False)
+        quiet.table.append_rows(TEXT, row, quiet.cursor, after="another", late="mine")
+    assert (deliver(quiet).rows, quiet.table.replay_id() is None) == (1, False)
     with pytest.raises(ForeignWrite):
-        quiet.table.add(TEXT, row, quiet.cursor, after=None, late="mine")
+        quiet.table.append_rows(TEXT, row, quiet.cursor, after=None, late="mine")
 
 
 @not_spark
@@ -388,8 +397,8 @@ def test_a_load_that_adds_to_the_table_does_not_bring_back_what_came_in(tmp_path
     quiet = of_changes(tmp_path / "quiet")
     reshape(quiet, TEXT)
     killed(quiet, "letters.delivered", tmp_path)
-    aside = Letters(quiet.settings.log.path, THINGS)
-    aside.before_load("more", whole=False, now=None, seq=quiet.cursor.seq, late=quiet.table.late())
+    aside = DeadLetterStore(quiet.settings.log.path, THINGS)
+    aside.before_load("more", whole=False, now=None, seq=quiet.cursor.seq, late=quiet.table.replay_id())
     assert letters(quiet) == []
     steps = [
         json.loads(pa.ipc.open_file(path).schema.metadata[b"tailrace"])

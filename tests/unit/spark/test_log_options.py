@@ -11,7 +11,7 @@ import pytest
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.spark.datasource.log.log_options import LogOptions, Shape, is_of_log
+from tailrace.spark.datasource.log.log_options import LogOptions, RowFormat, is_log_read
 from tailrace.spark.datasource.table.table_options import ReadOptions
 from tailrace.storage.objects import ObjectPath
 
@@ -21,9 +21,9 @@ IN_STORE = {"log": "s3://bucket/log", "table": "public.t"}
 
 def test_what_is_not_said_has_a_default() -> None:
     options = LogOptions.parse(ONE)
-    assert (options.shape, options.start, options.end) == (Shape.TYPED, "earliest", "latest")
+    assert (options.row_format, options.start, options.end) == (RowFormat.TYPED, "earliest", "latest")
     assert (options.rows_max, options.bytes_max, options.consumer, options.url) == (None, None, None, None)
-    assert LogOptions.parse({"log": "/log", "tables": "public.*"}).shape is Shape.ENVELOPE
+    assert LogOptions.parse({"log": "/log", "tables": "public.*"}).row_format is RowFormat.ENVELOPE
 
 
 def test_a_log_is_named_by_its_whole_path_for_tasks_have_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,18 +45,18 @@ def test_a_log_is_named_by_its_whole_path_for_tasks_have_another_folder(monkeypa
     ],
 )  # fmt: skip
 def test_a_log_is_named_by_an_option_by_load_or_by_the_checkpoint(options: dict[str, str], log: str) -> None:
-    assert is_of_log(options)
+    assert is_log_read(options)
     assert LogOptions.parse({"table": "public.t", **options}).log == log
 
 
 def test_where_the_store_of_a_log_is_goes_with_the_options() -> None:
     given = {**ONE, "log": "s3://bucket/log", "logEndpoint": "http://minio:9000", "logRegion": "eu-west-1"}
     options = pickle.loads(pickle.dumps(LogOptions.parse(given)))
-    assert isinstance(options.place, ObjectPath)
-    assert str(options.place) == "s3://bucket/log"
-    assert options.place.options == (("endpoint", "http://minio:9000"), ("region", "eu-west-1"))
-    assert is_of_log(given)
-    assert LogOptions.parse(ONE).place == Path("/log")
+    assert isinstance(options.log_path, ObjectPath)
+    assert str(options.log_path) == "s3://bucket/log"
+    assert options.log_path.options == (("endpoint", "http://minio:9000"), ("region", "eu-west-1"))
+    assert is_log_read(given)
+    assert LogOptions.parse(ONE).log_path == Path("/log")
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_a_place_is_a_word_a_commit_a_position_or_a_time(text: str, point: objec
 
 def test_tables_are_named_or_matched() -> None:
     options = LogOptions.parse({"log": "/log", "tables": "public.orders, sales.*"})
-    assert options.takes(TableId("public", "orders"))
-    assert options.takes(TableId("sales", "any"))
-    assert not options.takes(TableId("public", "other"))
-    assert LogOptions.parse({"log": "/log", "tables": "*"}).takes(TableId("any", "any"))
+    assert options.matches(TableId("public", "orders"))
+    assert options.matches(TableId("sales", "any"))
+    assert not options.matches(TableId("public", "other"))
+    assert LogOptions.parse({"log": "/log", "tables": "*"}).matches(TableId("any", "any"))
 
 
 @pytest.mark.parametrize(
@@ -161,13 +161,13 @@ def test_an_end_is_for_reads_and_not_for_streams() -> None:
     ],
 )
 def test_what_may_be_meant_of_a_table_and_of_a_log_is_said(options: dict[str, str], said: str) -> None:
-    assert not is_of_log(options)
+    assert not is_log_read(options)
     with pytest.raises(ConfigError) as caught:
         ReadOptions.parse(options)
     assert said in f"{caught.value.message} | {caught.value.hint}"
 
 
 def test_a_table_of_a_database_is_told_from_a_log() -> None:
-    assert not is_of_log({"url": "postgresql://x", "table": "public.t", "where": "true", "maxPartitions": "1"})
-    assert is_of_log({"url": "postgresql://x", "table": "public.t", "startingPosition": "latest"})
-    assert is_of_log(ONE)
+    assert not is_log_read({"url": "postgresql://x", "table": "public.t", "where": "true", "maxPartitions": "1"})
+    assert is_log_read({"url": "postgresql://x", "table": "public.t", "startingPosition": "latest"})
+    assert is_log_read(ONE)

@@ -11,15 +11,15 @@ import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from tailrace.changelog.format.gaps import Gap, record_gap
-from tailrace.changelog.format.known_tables import expect, expected
-from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.format.known_tables import known_tables, record_known_table
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
 from tailrace.changelog.maintain.sealer import Sealer
-from tailrace.changelog.read.offsets import Place, starting_place
+from tailrace.changelog.read.offsets import LogOffset, starting_offset
 from tailrace.errors import ConfigError, LogGap, LogTrimmed, LogUnusable, SchemaChanged, SourceNotReady
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity
-from tailrace.spark.datasource.log.log_plan import LogView
-from tailrace.spark.datasource.log.log_read import LogReader
+from tailrace.spark.datasource.log.log_plan import LogPlanner
+from tailrace.spark.datasource.log.log_read import LogBatchReader
 from tailrace.storage.objects import ObjectPath
 from tests.support.changes import SHOP, delete, insert, move
 from tests.support.frames import frame, rows_of_parts, steps, stream
@@ -41,7 +41,7 @@ def test_every_row_comes_once_with_its_commit(diary: Diary, sealed: str, what: d
     for parts, limit in ((1, 10**6), (2, 10**6), (1000, 10**6), (2, 1), (1000, 4)):
         made = frame(diary.path, maxPartitions=parts, rowsPerPartition=1, maxRowsPerTrigger=limit, **what)
         found = [(row["_seq"], row["_commit"]) for _, rows in steps(made) for row in rows]
-        wanted = [(n.row.seq, n.commit) for n in diary.noted if made.options.takes(n.row.schema.table)]
+        wanted = [(n.row.seq, n.commit) for n in diary.noted if made.options.matches(n.row.schema.table)]
         assert sorted(found) == wanted
         assert wanted
 
@@ -82,20 +82,20 @@ def test_bytes_are_a_limit_too(diary: Diary) -> None:
 
 def test_commits_of_other_tables_make_no_micro_batch(diary: Diary) -> None:
     diary.commit(inserts(1))
-    view = LogView(frame(diary.path, table="public.things"))
+    view = LogPlanner(frame(diary.path, table="public.things"))
     for _ in range(3):
         diary.commit(inserts(2, schema=OTHER))
         diary.commit()
-        assert view.step(Place(1), view.newest(), limited=True) == 1
+        assert view.next_end(LogOffset(1), view.newest(), limited=True) == 1
 
 
 def test_a_table_made_again_is_read_on_and_one_that_is_new_is_found(diary: Diary) -> None:
     diary.commit(inserts(1))
-    view = LogView(frame(diary.path, tables="public.*"))
-    assert view.step(Place(0), 1, limited=True) == 1
+    view = LogPlanner(frame(diary.path, tables="public.*"))
+    assert view.next_end(LogOffset(0), 1, limited=True) == 1
     diary.commit(inserts(2, schema=replace(SHOP, relation=99)), inserts(3, schema=OTHER))
-    assert view.step(Place(1), 2, limited=True) == 2
-    assert len(rows_of_parts(frame(diary.path, tables="public.*"), view.parts(Place(1), 2))) == 2
+    assert view.next_end(LogOffset(1), 2, limited=True) == 2
+    assert len(rows_of_parts(frame(diary.path, tables="public.*"), view.plan_parts(LogOffset(1), 2))) == 2
     assert [row["id"] for row in stream(diary.path, table="public.things")] == [1, 2]
 
 
@@ -107,13 +107,13 @@ def test_a_shape_that_does_not_fit_stops_the_stream_after_everything_before_it(d
     diary.commit((WIDER, [insert(3, added=True)]))
     if sealed:
         seal(diary.path)
-    view = LogView(made)
-    assert view.step(Place(0), 3, limited=True) == 2
-    assert [row["id"] for row in rows_of_parts(made, view.parts(Place(0), 2))] == [1, 2]
+    view = LogPlanner(made)
+    assert view.next_end(LogOffset(0), 3, limited=True) == 2
+    assert [row["id"] for row in rows_of_parts(made, view.plan_parts(LogOffset(0), 2))] == [1, 2]
     with pytest.raises(SchemaChanged, match="Start the stream again"):
-        view.step(Place(2), 3, limited=True)
+        view.next_end(LogOffset(2), 3, limited=True)
     with pytest.raises(SchemaChanged):
-        view.parts(Place(0), 3)
+        view.plan_parts(LogOffset(0), 3)
     again = stream(diary.path, table="public.things")
     assert [(row["id"], row["added"]) for row in again] == [(1, None), (2, None), (3, True)]
 
@@ -127,7 +127,7 @@ def test_a_key_that_changes_ends_a_stream_once_and_never_for_good(diary: Diary, 
     if sealed:
         seal(diary.path)
     with pytest.raises(SchemaChanged):
-        steps(made, after=Place(1))
+        steps(made, after=LogOffset(1))
     rows = stream(diary.path, table="public.things")
     assert [row["id"] for row in rows] == [1, 1, 2, 3, 3, 4]
     assert [row["_moved_from"] for row in rows if row["_moved_from"]] == [{"id": 1, "n": None}]
@@ -165,10 +165,10 @@ def test_what_the_source_lost_is_told_after_everything_before_it(diary: Diary) -
     lost = Gap(commit=2, start=Lsn(STEP), end=Lsn(2 * STEP))
     record_gap(diary.path, lost)
     diary.commit()
-    view = LogView(frame(diary.path, table="public.things"))
-    assert view.step(Place(0), 2, limited=True) == 1
+    view = LogPlanner(frame(diary.path, table="public.things"))
+    assert view.next_end(LogOffset(0), 2, limited=True) == 1
     with pytest.raises(LogGap, match="`startingPosition` 3"):
-        view.step(Place(1), 2, limited=True)
+        view.next_end(LogOffset(1), 2, limited=True)
     diary.commit(inserts(2))
     assert [row["id"] for row in stream(diary.path, table="public.things", startingPosition=3)] == [2]
 
@@ -178,13 +178,13 @@ def test_rows_that_were_trimmed_are_told_and_not_passed_over(diary: Diary) -> No
     diary.commit(inserts(2, schema=OTHER))
     seal(diary.path)
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=0.0), now=LATER)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=LATER)
     diary.commit(inserts(3))
-    view = LogView(frame(diary.path, table="public.things"))
+    view = LogPlanner(frame(diary.path, table="public.things"))
     with pytest.raises(LogTrimmed, match="`consumer`"):
-        view.step(Place(0), 3, limited=True)
+        view.next_end(LogOffset(0), 3, limited=True)
     with pytest.raises(LogTrimmed):
-        view.parts(Place(0), 3)
+        view.plan_parts(LogOffset(0), 3)
     kept = stream(diary.path, table="public.things")
     assert [row["id"] for row in kept] == [3], "earliest is the oldest that is kept"
 
@@ -193,8 +193,8 @@ def test_a_large_commit_is_shared_out(diary: Diary) -> None:
     diary.piece(inserts(*range(50)))
     diary.piece(inserts(*range(50, 100)))
     diary.finish(inserts(*range(100, 150)))
-    view = LogView(frame(diary.path, table="public.things", rowsPerPartition=40))
-    assert len(view.parts(Place(0), 1)) == 3
+    view = LogPlanner(frame(diary.path, table="public.things", rowsPerPartition=40))
+    assert len(view.plan_parts(LogOffset(0), 1)) == 3
     found = stream(diary.path, table="public.things", rowsPerPartition=40)
     assert [row["id"] for row in found] == list(range(150))
 
@@ -202,14 +202,14 @@ def test_a_large_commit_is_shared_out(diary: Diary) -> None:
 def test_commits_are_not_divided_that_are_no_larger_than_a_part(diary: Diary) -> None:
     for key in range(0, 120, 20):
         diary.commit(inserts(*range(key, key + 19)), inserts(key + 19, schema=WIDER))
-    view = LogView(frame(diary.path, table="public.things", rowsPerPartition=30))
-    assert [part.last for part in view.parts(Place(0), 6)] == [2, 4, 6]
+    view = LogPlanner(frame(diary.path, table="public.things", rowsPerPartition=30))
+    assert [part.last for part in view.plan_parts(LogOffset(0), 6)] == [2, 4, 6]
 
 
 def test_a_table_that_is_not_there_is_told_with_those_that_are(diary: Diary) -> None:
     with pytest.raises(ConfigError, match="A table is known once its capture runs"):
         frame(diary.path, table="public.thing")
-    expect(diary.path, OTHER)
+    record_known_table(diary.path, OTHER)
     diary.commit(inserts(1))
     one = {"table": "public.thing"}
     for what in (one, {**one, "shape": "envelope"}, {"tables": "public.*, public.thing"}):
@@ -219,11 +219,11 @@ def test_a_table_that_is_not_there_is_told_with_those_that_are(diary: Diary) -> 
 
 def test_a_table_that_never_changed_has_the_columns_that_its_capture_saw(diary: Diary) -> None:
     diary.commit()
-    expect(diary.path, WIDER)
-    expect(diary.path, replace(KEYLESS_OTHER, identity=Identity.KEY))
+    record_known_table(diary.path, WIDER)
+    record_known_table(diary.path, replace(KEYLESS_OTHER, identity=Identity.KEY))
     made = frame(diary.path, table="public.things")
     assert made.fields.names[-5:] == WIDER.names
-    assert frame(diary.path, tables="public.things").shape is None
+    assert frame(diary.path, tables="public.things").schema is None
     assert steps(made) == []
     with pytest.raises(SourceNotReady, match="REPLICA IDENTITY FULL"):
         frame(diary.path, table="public.keyless", shape="changelog")
@@ -232,14 +232,14 @@ def test_a_table_that_never_changed_has_the_columns_that_its_capture_saw(diary: 
     assert frame(diary.path, table="public.things").fields.names[-4:] == SHOP.names, "rows are what the log goes by"
     diary.commit((RETYPED, [insert(2)]))
     with pytest.raises(SchemaChanged):
-        steps(made, after=Place(2))
+        steps(made, after=LogOffset(2))
 
 
 def test_what_was_noted_and_is_damaged_counts_for_nothing(diary: Diary) -> None:
-    expect(diary.path, SHOP)
+    record_known_table(diary.path, SHOP)
     (file,) = diary.path.glob("expected/*.json")
     file.write_text(file.read_text().replace("public", "secret"))
-    assert expected(diary.path) == []
+    assert known_tables(diary.path) == []
     with pytest.raises(ConfigError):
         frame(diary.path, table="public.things")
 
@@ -252,9 +252,9 @@ def test_a_log_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 def test_earliest_and_latest(diary: Diary) -> None:
     diary.commit(inserts(1))
-    view = LogView(frame(diary.path, table="public.things"))
-    assert starting_place(view.log, "latest", view.tables(1)) == Place(1)
-    assert starting_place(view.log, "earliest", view.tables(1)) == Place(0)
+    view = LogPlanner(frame(diary.path, table="public.things"))
+    assert starting_offset(view.log, "latest", view.tables(1)) == LogOffset(1)
+    assert starting_offset(view.log, "earliest", view.tables(1)) == LogOffset(0)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_range_is_by_commit_position_or_time(diary: Diary, begin: str, end: st
     if sealed:
         seal(diary.path)
     made = frame(diary.path, table="public.things", startingPosition=begin, endingPosition=end, rowsPerPartition=1)
-    reader = LogReader(made, from_arrow_schema(made.fields))
+    reader = LogBatchReader(made, from_arrow_schema(made.fields))
     parts = reader.partitions()
     assert [row["id"] for part in parts for batch in reader.read(part) for row in batch.to_pylist()] == [2, 3, 4]
     assert len(parts) == (1 if sealed else 3)
@@ -278,7 +278,7 @@ def test_a_range_may_be_empty_but_not_the_wrong_way_round(diary: Diary) -> None:
     diary.commit(inserts(2))
     for options in ({"startingPosition": "latest"}, {"endingPosition": "earliest"}):
         made = frame(diary.path, table="public.things", **options)
-        assert LogReader(made, from_arrow_schema(made.fields)).partitions() == []
+        assert LogBatchReader(made, from_arrow_schema(made.fields)).partitions() == []
     made = frame(diary.path, table="public.things", startingPosition=2, endingPosition="0/0")
     with pytest.raises(ConfigError, match="the range ends before it begins"):
-        LogReader(made, from_arrow_schema(made.fields)).partitions()
+        LogBatchReader(made, from_arrow_schema(made.fields)).partitions()

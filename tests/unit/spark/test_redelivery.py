@@ -7,14 +7,14 @@ from pathlib import Path
 import pyarrow as pa
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.deadletters.store import Bundle, Letters
-from tailrace.deadletters.store import Origin as LetterOrigin
+from tailrace.deadletters.store import DeadLetterBatch, DeadLetterStore
+from tailrace.deadletters.store import DeadLetterOrigin as LetterOrigin
 from tailrace.errors import ValueUnfit
 from tailrace.model import change
 from tailrace.model.position import ZERO
-from tailrace.tables.spec import Form, Origin, TableMode
-from tailrace.tasks.load_dead_letters import LoadLetters
-from tailrace.tasks.replay_rows import DeliverWork, RereadWork, _keep, deliver_letters
+from tailrace.tables.spec import LoadOrigin, TableMode, TableSpec
+from tailrace.tasks.keyed_replay import RefetchWork, ReplayRowsWork, _store_refetched, replay_rows
+from tailrace.tasks.load_dead_letters import LoadRejects
 from tests.support.changes import SHOP, record_batches, update
 from tests.support.quiet import THINGS, Quiet
 
@@ -33,27 +33,27 @@ def lettered(folder: Path, form: str = "") -> Quiet:
 
 def read(made: Quiet, seqs: list[int]) -> None:
     """What a reading leaves that saw these letters."""
-    work = RereadWork(log=made.settings.log.path, shape=SHOP, expected=made.cursor, reader=NOWHERE)
-    _keep(work, pa.Table.from_pylist([{"id": 2, "n": 7}], pa.schema(SHOP.row_fields())), seqs, {})
+    work = RefetchWork(log=made.settings.log.path, schema=SHOP, expected=made.cursor, reader=NOWHERE)
+    _store_refetched(work, pa.Table.from_pylist([{"id": 2, "n": 7}], pa.schema(SHOP.row_fields())), seqs, {})
 
 
-def delivery(quiet: Quiet) -> DeliverWork:
-    place = quiet.lives().add(THINGS).place
-    return DeliverWork(log=quiet.settings.log.path, place=place, shape=SHOP, expected=quiet.cursor)
+def delivery(quiet: Quiet) -> ReplayRowsWork:
+    place = quiet.lives().add(THINGS).location
+    return ReplayRowsWork(log=quiet.settings.log.path, location=place, schema=SHOP, expected=quiet.cursor)
 
 
 def test_what_was_read_comes_in(tmp_path: Path) -> None:
     quiet = lettered(tmp_path)
-    done = deliver_letters(delivery(quiet))
-    assert (done.error, done.rows, done.letters, quiet.ns()) == (None, 1, 0, {1: 0, 2: 7})
+    done = replay_rows(delivery(quiet))
+    assert (done.error, done.rows, done.dead_letters, quiet.ns()) == (None, 1, 0, {1: 0, 2: 7})
 
 
 def test_what_was_read_before_the_table_was_loaded_anew_is_read_again(tmp_path: Path) -> None:
     quiet = lettered(tmp_path)
     quiet.load_anew([{"id": 1, "n": 0}, {"id": 2, "n": 8}], "anew")
-    done = deliver_letters(delivery(quiet))
-    assert (done.error, done.again, quiet.ns()) == (None, True, {1: 0, 2: 8})
-    assert Letters(quiet.settings.log.path, THINGS).any is False, "what the load has cleared is gone"
+    done = replay_rows(delivery(quiet))
+    assert (done.error, done.needs_refetch, quiet.ns()) == (None, True, {1: 0, 2: 8})
+    assert DeadLetterStore(quiet.settings.log.path, THINGS).has_any is False, "what the load has cleared is gone"
 
 
 def test_a_version_that_was_read_comes_in_as_that_of_its_newest_letter_and_the_older_ones_stay(tmp_path: Path) -> None:
@@ -63,47 +63,50 @@ def test_a_version_that_was_read_comes_in_as_that_of_its_newest_letter_and_the_o
     read(quiet, [1, 2])
     for _ in range(2):  # also where it died before the letters were cleared
         whole = pa.Table.from_pylist([{"id": 2, "n": 7}], pa.schema(SHOP.row_fields()))
-        (bundle,) = Letters(quiet.settings.log.path, THINGS).open(quiet.cursor.seq, only=[2])
-        quiet.table.put(SHOP, whole, quiet.cursor, bundle.changes)
-    done = deliver_letters(delivery(quiet))
-    assert (done.error, done.rows, done.letters, done.again) == (None, 2, 1, False)
+        (bundle,) = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.cursor.seq, only=[2])
+        quiet.table.upsert_rows(SHOP, whole, quiet.cursor, bundle.changes)
+    done = replay_rows(delivery(quiet))
+    assert (done.error, done.rows, done.dead_letters, done.needs_refetch) == (None, 2, 1, False)
     found = sorted((row["_seq"], row["n"], row["_current"]) for row in quiet.content() if row["id"] == 2)
     assert found == [(0, 0, False), (2, 7, True)]
     first, last = sorted((row for row in quiet.content() if row["id"] == 2), key=lambda row: int(row["_seq"]))
     assert first["_valid_from"] <= first["_valid_to"] == last["_valid_from"], "times never go back"
     assert last["_valid_to"] is None
-    mine = Letters(quiet.settings.log.path, THINGS)
-    assert ([seq for one in mine.open(2) for seq in one.seqs], mine.passed(2)) == ([1], frozenset([1]))
+    mine = DeadLetterStore(quiet.settings.log.path, THINGS)
+    assert ([seq for one in mine.read_open(2) for seq in one.seqs], mine.superseded(2)) == ([1], frozenset([1]))
     quiet.commit(update(2, unchanged=("big",), n=8))
-    assert quiet.apply()[-1].letters == 0, "what comes builds on it"
+    assert quiet.apply()[-1].dead_letters == 0, "what comes builds on it"
 
 
 def test_a_version_that_a_load_could_not_bring_has_the_table_s_number_and_comes_in_once(tmp_path: Path) -> None:
     quiet = Quiet(tmp_path, on_bad_row="dead-letter", form="mode: history")
     quiet.diary.commit()
-    origin = Origin(seq=0, position="0/0", read_at=1_700_000_000_000_000)
-    kept = LoadLetters(SHOP, Form(mode=TableMode.HISTORY), origin, ZERO)
+    origin = LoadOrigin(seq=0, position="0/0", read_at=1_700_000_000_000_000)
+    kept = LoadRejects(SHOP, TableSpec(mode=TableMode.HISTORY), origin, ZERO)
     (batch,) = record_batches(SHOP, [{"id": 2}])
     unfit = pa.array([[{"column": "n", "text": "NaN"}]], change.UNFIT_TYPE)
-    assert [one.num_rows for one in kept.without_letters([(batch, unfit)])] == [0]
-    quiet.load_anew([{"id": 1, "n": 0}], "first", letters=[Bundle(shape=SHOP, rows=kept.letters)])
+    assert [one.num_rows for one in kept.without_rejects([(batch, unfit)])] == [0]
+    quiet.load_anew([{"id": 1, "n": 0}], "first", letters=[DeadLetterBatch(schema=SHOP, rows=kept.dead_letters)])
     read(quiet, [-1])
     for _ in range(2):  # also where it died before the letters were cleared
         whole = pa.Table.from_pylist([{"id": 2, "n": 7}], pa.schema(SHOP.row_fields()))
-        (bundle,) = Letters(quiet.settings.log.path, THINGS).open(quiet.cursor.seq, "first")
-        quiet.table.put(SHOP, whole, quiet.cursor, bundle.changes)
-    assert (deliver_letters(delivery(quiet)).letters, Letters(quiet.settings.log.path, THINGS).any) == (0, False)
+        (bundle,) = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.cursor.seq, "first")
+        quiet.table.upsert_rows(SHOP, whole, quiet.cursor, bundle.changes)
+    assert (replay_rows(delivery(quiet)).dead_letters, DeadLetterStore(quiet.settings.log.path, THINGS).has_any) == (
+        0,
+        False,
+    )
     (row,) = [row for row in quiet.content() if row["id"] == 2]
     assert (row["n"], row["_seq"], row["_current"], row["_tx"] < 0) == (7, quiet.cursor.seq, True, True)
 
 
 def test_a_letter_that_fails_again_says_where_it_came_from(tmp_path: Path) -> None:
     quiet = lettered(tmp_path)
-    mine, origin = Letters(quiet.settings.log.path, THINGS), LetterOrigin(seq=4, position="0/4")
-    (before,) = mine.open(quiet.cursor.seq)
+    mine, origin = DeadLetterStore(quiet.settings.log.path, THINGS), LetterOrigin(seq=4, position="0/4")
+    (before,) = mine.read_open(quiet.cursor.seq)
     mine.write(SHOP, quiet.cursor.seq, before.changes, [ValueUnfit("it is no number")], [], origin=origin)
-    work = RereadWork(log=quiet.settings.log.path, shape=SHOP, expected=quiet.cursor, reader=NOWHERE)
-    _keep(work, pa.schema(SHOP.row_fields()).empty_table(), [], {1: ValueUnfit("it still is none")})
-    assert deliver_letters(delivery(quiet)).letters == 1
-    (after,) = mine.open(quiet.cursor.seq)
+    work = RefetchWork(log=quiet.settings.log.path, schema=SHOP, expected=quiet.cursor, reader=NOWHERE)
+    _store_refetched(work, pa.schema(SHOP.row_fields()).empty_table(), [], {1: ValueUnfit("it still is none")})
+    assert replay_rows(delivery(quiet)).dead_letters == 1
+    (after,) = mine.read_open(quiet.cursor.seq)
     assert (after.rows.column("_cause").to_pylist(), after.origin) == (["it still is none"], origin)

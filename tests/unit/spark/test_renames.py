@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from tailrace.changelog.read.offsets import Place
+from tailrace.changelog.read.offsets import LogOffset
 from tailrace.errors import LogGap
 from tailrace.model.schema import Identity, TableId
-from tailrace.spark.datasource.log.log_plan import LogView
-from tailrace.spark.datasource.log.log_read import LogReader
+from tailrace.spark.datasource.log.log_plan import LogPlanner
+from tailrace.spark.datasource.log.log_read import LogBatchReader
 from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP, insert, truncate
 from tests.support.frames import Rows, frame, rows_of_parts, steps, stream
@@ -30,7 +30,7 @@ def ids(rows: Rows) -> list[int]:
 
 def ranged(log: LogPath, **options: object) -> list[int]:
     made = frame(log, **options)
-    parts = LogReader(made, from_arrow_schema(made.fields)).partitions()
+    parts = LogBatchReader(made, from_arrow_schema(made.fields)).partitions()
     return ids(rows_of_parts(made, [part.value for part in parts]))
 
 
@@ -60,15 +60,15 @@ def test_a_name_that_goes_to_another_table_ends_a_stream_after_everything_before
     diary.commit(inserts(1), inserts(70, 71, schema=OTHER))
     diary.commit(inserts(2))
     made = frame(diary.path, **THINGS)
-    view = LogView(made)
+    view = LogPlanner(made)
     diary.commit(inserts(3, schema=AWAY))
     diary.commit(inserts(72, schema=CAME), (AWAY, [truncate()]))
     diary.commit(inserts(73, schema=CAME), inserts(4, schema=AWAY))
     if sealed:
         seal(diary.path)
-    assert view.step(Place(0), 5, limited=True) == 2
-    assert ids(rows_of_parts(made, view.parts(Place(0), 2))) == [1, 2]
-    for broken in (lambda: view.step(Place(2), 5, limited=True), lambda: view.parts(Place(0), 5)):
+    assert view.next_end(LogOffset(0), 5, limited=True) == 2
+    assert ids(rows_of_parts(made, view.plan_parts(LogOffset(0), 2))) == [1, 2]
+    for broken in (lambda: view.next_end(LogOffset(2), 5, limited=True), lambda: view.plan_parts(LogOffset(0), 5)):
         with pytest.raises(LogGap, match=r"another table has this name now.*commit=4.*`startingPosition` 5"):
             broken()
     assert ids(stream(diary.path, **THINGS, startingPosition=5)) == [73], "what the error says is possible"

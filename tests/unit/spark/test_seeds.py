@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.capture.postgres.chunks import Chunk, Cut, Leaf, Plan
-from tailrace.capture.postgres.snapshot import Noted
+from tailrace.capture.postgres.chunks import Chunk, ChunkKind, Leaf, Plan
+from tailrace.capture.postgres.snapshot import BarrierSnapshot
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
 from tailrace.tables.staging import StagedFile
 from tailrace.tasks import load_store as seeds_module
-from tailrace.tasks.load_store import FOLDER, Hold, LoadMode, Seed, Seeds, StagedChunk, Wish
+from tailrace.tasks.load_store import FOLDER, LoadHold, LoadMode, LoadRecord, LoadRequest, LoadStore, StagedChunk
 from tests.support.changes import SHOP
 
 ORDERS, DOTTED = TableId("public", "orders"), TableId("a.b", "c")
@@ -20,7 +20,7 @@ LEAF = Leaf(oid=16384, schema="public", name='the "things"', file=5, pages=100, 
 PLAN = Plan(
     schema=SHOP,
     leaves=(LEAF,),
-    cut=Cut.KEY,
+    cut=ChunkKind.KEY,
     chunks=(
         Chunk(number=0, leaf=LEAF, bytes=409_600, to_key=("5", "ü"), key=(("id", "integer"), ("name", "text"))),
         Chunk(number=1, leaf=LEAF, bytes=409_600, from_key=("5", "ü"), key=(("id", "integer"), ("name", "text"))),
@@ -28,149 +28,166 @@ PLAN = Plan(
         Chunk(number=3, leaf=LEAF, bytes=1),
     ),
 )
-NOTED = Noted(floor=Lsn(10), upto=Lsn(20), xmin=5, xmax=9, running=(5, 7), standby=False)
+NOTED = BarrierSnapshot(floor=Lsn(10), ceiling=Lsn(20), xmin=5, xmax=9, running=(5, 7), standby=False)
 FILE = StagedFile(path="part-x-000.parquet", size=5, rows=2, stats='{"numRecords": 2}')
 
 
 @pytest.fixture
-def seeds(tmp_path: Path) -> Seeds:
-    return Seeds(tmp_path)
+def seeds(tmp_path: Path) -> LoadStore:
+    return LoadStore(tmp_path)
 
 
 @pytest.mark.parametrize(
     "seed",
     [
-        Seed(plan=PLAN, point=Lsn(0x1_0000_0001)),
-        Seed(plan=PLAN, point=None, noted=NOTED),
-        Seed(plan=PLAN, point=Lsn(5), wish=Wish(table=SHOP.table, mode=LoadMode.REFRESH, where="a = 'ü' -- x\n")),
+        LoadRecord(plan=PLAN, snapshot_position=Lsn(0x1_0000_0001)),
+        LoadRecord(plan=PLAN, snapshot_position=None, barrier=NOTED),
+        LoadRecord(
+            plan=PLAN,
+            snapshot_position=Lsn(5),
+            request=LoadRequest(table=SHOP.table, mode=LoadMode.REFRESH, where="a = 'ü' -- x\n"),
+        ),
     ],
     ids=["exact", "chunked", "wished for"],
 )
-def test_a_load_comes_back_as_it_was_begun(seeds: Seeds, seed: Seed) -> None:
+def test_a_load_comes_back_as_it_was_begun(seeds: LoadStore, seed: LoadRecord) -> None:
     seeds.begin(seed)
-    assert seeds.all() == [seed]
-    assert seeds.all()[0].floor == (seed.point or NOTED.floor)
+    assert seeds.unfinished_loads() == [seed]
+    assert seeds.unfinished_loads()[0].log_needed_after == (seed.snapshot_position or NOTED.floor)
     seeds.end(seed)
-    assert seeds.all() == []
+    assert seeds.unfinished_loads() == []
 
 
-def test_loads_come_oldest_first(seeds: Seeds) -> None:
-    young, old = (Seed(plan=PLAN, point=Lsn(1), made_at=made_at) for made_at in (20.0, 10.0))
+def test_loads_come_oldest_first(seeds: LoadStore) -> None:
+    young, old = (LoadRecord(plan=PLAN, snapshot_position=Lsn(1), begun_at=made_at) for made_at in (20.0, 10.0))
     seeds.begin(young)
     seeds.begin(old)
-    assert seeds.all() == [old, young]
+    assert seeds.unfinished_loads() == [old, young]
 
 
-def test_chunks_that_are_in_are_known_by_their_number(seeds: Seeds) -> None:
-    seed = Seed(plan=PLAN, point=Lsn(1))
+def test_chunks_that_are_in_are_known_by_their_number(seeds: LoadStore) -> None:
+    seed = LoadRecord(plan=PLAN, snapshot_position=Lsn(1))
     seeds.begin(seed)
     chunks = {
-        number: StagedChunk(chunk=number, files=(FILE,), keys=keys, rows=2, bytes=5, seconds=0.5, seen=Lsn(9))
+        number: StagedChunk(chunk=number, files=(FILE,), keys=keys, rows=2, bytes=5, seconds=0.5, seen_until=Lsn(9))
         for number, keys in ((3, ()), (0, (FILE,)))
     }
     for staged in chunks.values():
-        seeds.stage(seed.id, staged)
-    assert seeds.staged(seed.id) == chunks
-    seeds.stage(seed.id, chunks[0])  # a task that is run twice
-    assert seeds.staged(seed.id) == chunks
+        seeds.record_chunk(seed.id, staged)
+    assert seeds.staged_chunks(seed.id) == chunks
+    seeds.record_chunk(seed.id, chunks[0])  # a task that is run twice
+    assert seeds.staged_chunks(seed.id) == chunks
 
 
-def test_a_load_is_passed_where_its_last_row_was_read(seeds: Seeds) -> None:
-    seed = Seed(plan=PLAN, point=None, noted=NOTED)
+def test_a_load_is_passed_where_its_last_row_was_read(seeds: LoadStore) -> None:
+    seed = LoadRecord(plan=PLAN, snapshot_position=None, barrier=NOTED)
     seeds.begin(seed)
-    seeds.reread(seed.id, Lsn(20), Lsn(50))
-    assert seeds.passed(seed.id) is None, "it is not about to land"
-    seeds.land(seed.id, Lsn(30))
-    assert seeds.passed(seed.id) == Lsn(50)
-    seeds.reread(seed.id, Lsn(30), Lsn(40))
-    seeds.reread(seed.id, Lsn(30), Lsn(70))
-    assert seeds.passed(seed.id) == Lsn(70)
+    seeds.record_refetch(seed.id, Lsn(20), Lsn(50))
+    assert seeds.catch_up_until(seed.id) is None, "it is not about to land"
+    seeds.record_commit(seed.id, Lsn(30))
+    assert seeds.catch_up_until(seed.id) == Lsn(50)
+    seeds.record_refetch(seed.id, Lsn(30), Lsn(40))
+    seeds.record_refetch(seed.id, Lsn(30), Lsn(70))
+    assert seeds.catch_up_until(seed.id) == Lsn(70)
 
 
 def test_the_sources_time_of_a_load_is_remembered_whatever_is_read_again_and_older_records_have_none(
-    seeds: Seeds,
+    seeds: LoadStore,
 ) -> None:
-    seed = Seed(plan=PLAN, point=Lsn(1), id="timed")
+    seed = LoadRecord(plan=PLAN, snapshot_position=Lsn(1), id="timed")
     seeds.begin(seed)
-    seeds.land("timed", Lsn(30), 5_000_000)
-    seeds.reread("timed", Lsn(30), Lsn(70))
+    seeds.record_commit("timed", Lsn(30), 5_000_000)
+    seeds.record_refetch("timed", Lsn(30), Lsn(70))
     seeds.end(seed)
-    landed = seeds.landed("timed")
+    landed = seeds.committed_load("timed")
     assert landed is not None
-    assert (landed.time, landed.mixed_until(Lsn(40))) == (5_000_000, Lsn(70))
+    assert (landed.source_time, landed.ahead_until(Lsn(40))) == (5_000_000, Lsn(70))
     (seeds.folder("landed") / "older.json").write_text('{"passed": "0/1E", "spans": []}')
-    older = seeds.landed("older")
+    older = seeds.committed_load("older")
     assert older is not None
-    assert (older.time, older.mixed_until(Lsn(1))) == (None, Lsn(30))
+    assert (older.source_time, older.ahead_until(Lsn(1))) == (None, Lsn(30))
 
 
-def test_a_load_without_its_plan_is_over_and_swept_away(seeds: Seeds) -> None:
-    over, other, wish = Seed(plan=PLAN, point=Lsn(1)), Seed(plan=PLAN, point=Lsn(1)), Wish(table=ORDERS)
+def test_a_load_without_its_plan_is_over_and_swept_away(seeds: LoadStore) -> None:
+    over, other, wish = (
+        LoadRecord(plan=PLAN, snapshot_position=Lsn(1)),
+        LoadRecord(plan=PLAN, snapshot_position=Lsn(1)),
+        LoadRequest(table=ORDERS),
+    )
     for seed in (over, other):
         seeds.begin(seed)
-        seeds.land(seed.id, Lsn(30))
-    seeds.wish(wish)
-    seeds.hold(ORDERS, Hold.PAUSED)
+        seeds.record_commit(seed.id, Lsn(30))
+    seeds.add_request(wish)
+    seeds.set_hold(ORDERS, LoadHold.PAUSED)
     (seeds.folder(over.id) / "plan.json").unlink()  # killed in the middle of ending it
-    assert seeds.all() == [other]
-    seeds.sweep()
+    assert seeds.unfinished_loads() == [other]
+    seeds.remove_leftovers()
     assert not seeds.folder(over.id).exists()
-    assert (seeds.all(), seeds.wishes(), seeds.held()) == ([other], [wish], {ORDERS: Hold.PAUSED})
+    assert (seeds.unfinished_loads(), seeds.requests(), seeds.holds()) == ([other], [wish], {ORDERS: LoadHold.PAUSED})
 
 
-def test_wishes_come_oldest_first_until_they_are_fulfilled(seeds: Seeds) -> None:
-    wishes = [Wish(table=DOTTED, made_at=2.0), Wish(table=ORDERS, made_at=1.0, mode=LoadMode.REFRESH, where="x > 5")]
+def test_wishes_come_oldest_first_until_they_are_fulfilled(seeds: LoadStore) -> None:
+    wishes = [
+        LoadRequest(table=DOTTED, requested_at=2.0),
+        LoadRequest(table=ORDERS, requested_at=1.0, mode=LoadMode.REFRESH, where="x > 5"),
+    ]
     for wish in wishes:
-        seeds.wish(wish)
-    assert seeds.wishes() == wishes[::-1]
-    seeds.fulfil(wishes[1])
-    seeds.fulfil(wishes[1])  # by two
-    assert seeds.wishes() == wishes[:1]
+        seeds.add_request(wish)
+    assert seeds.requests() == wishes[::-1]
+    seeds.complete_request(wishes[1])
+    seeds.complete_request(wishes[1])  # by two
+    assert seeds.requests() == wishes[:1]
 
 
-def test_holds_are_of_tables_and_not_of_names(seeds: Seeds) -> None:
-    seeds.hold(DOTTED, Hold.PAUSED)
-    seeds.hold(TableId("a", "b.c"), Hold.STOPPED)
-    assert seeds.held() == {DOTTED: Hold.PAUSED, TableId("a", "b.c"): Hold.STOPPED}
-    seeds.hold(DOTTED, Hold.STOPPED)
-    assert seeds.held()[DOTTED] is Hold.STOPPED
-    seeds.hold(DOTTED, None)
-    seeds.hold(DOTTED, None)
-    assert set(seeds.held()) == {TableId("a", "b.c")}
+def test_holds_are_of_tables_and_not_of_names(seeds: LoadStore) -> None:
+    seeds.set_hold(DOTTED, LoadHold.PAUSED)
+    seeds.set_hold(TableId("a", "b.c"), LoadHold.STOPPED)
+    assert seeds.holds() == {DOTTED: LoadHold.PAUSED, TableId("a", "b.c"): LoadHold.STOPPED}
+    seeds.set_hold(DOTTED, LoadHold.STOPPED)
+    assert seeds.holds()[DOTTED] is LoadHold.STOPPED
+    seeds.set_hold(DOTTED, None)
+    seeds.set_hold(DOTTED, None)
+    assert set(seeds.holds()) == {TableId("a", "b.c")}
 
 
-def test_a_log_without_loads_has_no_records(seeds: Seeds) -> None:
-    assert (seeds.all(), seeds.wishes(), seeds.held(), seeds.staged("x"), seeds.passed("x")) == ([], [], {}, {}, None)
+def test_a_log_without_loads_has_no_records(seeds: LoadStore) -> None:
+    assert (
+        seeds.unfinished_loads(),
+        seeds.requests(),
+        seeds.holds(),
+        seeds.staged_chunks("x"),
+        seeds.catch_up_until("x"),
+    ) == ([], [], {}, {}, None)
 
 
-def test_a_record_that_is_cut_off_is_none(seeds: Seeds, tmp_path: Path) -> None:
-    seed, wish = Seed(plan=PLAN, point=Lsn(1)), Wish(table=ORDERS)
+def test_a_record_that_is_cut_off_is_none(seeds: LoadStore, tmp_path: Path) -> None:
+    seed, wish = LoadRecord(plan=PLAN, snapshot_position=Lsn(1)), LoadRequest(table=ORDERS)
     seeds.begin(seed)
-    seeds.wish(wish)
+    seeds.add_request(wish)
     for path in (tmp_path / FOLDER).rglob("*.json"):
         path.write_bytes(path.read_bytes()[:20])
-    assert (seeds.all(), seeds.wishes()) == ([], [])
+    assert (seeds.unfinished_loads(), seeds.requests()) == ([], [])
 
 
-def test_a_row_that_was_read_again_says_nothing_of_versions_before_it(seeds: Seeds) -> None:
-    seeds.remember("load", Lsn(30))
+def test_a_row_that_was_read_again_says_nothing_of_versions_before_it(seeds: LoadStore) -> None:
+    seeds.record_ahead_range("load", Lsn(30))
     for since, seen in ((50, 60), (55, 70), (90, 95)):
-        seeds.reread("load", Lsn(since), Lsn(seen))
-    assert seeds.mixed("load") == [(ZERO, Lsn(30)), (Lsn(50), Lsn(70)), (Lsn(90), Lsn(95))]
-    until = {at: seeds.mixed_until("load", Lsn(at)) for at in (29, 30, 49, 50, 69, 70, 92, 95)}
+        seeds.record_refetch("load", Lsn(since), Lsn(seen))
+    assert seeds.ahead_ranges("load") == [(ZERO, Lsn(30)), (Lsn(50), Lsn(70)), (Lsn(90), Lsn(95))]
+    until = {at: seeds.ahead_until("load", Lsn(at)) for at in (29, 30, 49, 50, 69, 70, 92, 95)}
     assert until == {29: Lsn(30), 30: None, 49: None, 50: Lsn(70), 69: Lsn(70), 70: None, 92: Lsn(95), 95: None}
-    assert seeds.mixed("other") is None
+    assert seeds.ahead_ranges("other") is None
 
 
-def test_what_is_on_record_does_not_grow_for_ever(seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeds_module, "SPANS_MAX", 2)
+def test_what_is_on_record_does_not_grow_for_ever(seeds: LoadStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds_module, "AHEAD_RANGES_MAX", 2)
     for since in (10, 20, 30, 40):
-        seeds.remember("load", Lsn(since + 1), since=Lsn(since))
-    assert seeds.mixed("load") == [(Lsn(10), Lsn(31)), (Lsn(40), Lsn(41))], "rather too much than too little"
+        seeds.record_ahead_range("load", Lsn(since + 1), since=Lsn(since))
+    assert seeds.ahead_ranges("load") == [(Lsn(10), Lsn(31)), (Lsn(40), Lsn(41))], "rather too much than too little"
 
 
-def test_a_record_of_before_counts_from_the_beginning(seeds: Seeds, tmp_path: Path) -> None:
-    seeds.remember("load", Lsn(30))
+def test_a_record_of_before_counts_from_the_beginning(seeds: LoadStore, tmp_path: Path) -> None:
+    seeds.record_ahead_range("load", Lsn(30))
     (record,) = tmp_path.rglob("load.json")
     record.write_text('{"passed": "0/1E"}')
-    assert (seeds.mixed_until("load", Lsn(29)), seeds.mixed_until("load", Lsn(30))) == (Lsn(30), None)
+    assert (seeds.ahead_until("load", Lsn(29)), seeds.ahead_until("load", Lsn(30))) == (Lsn(30), None)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.deadletters.store import CAUSE_CODE, Letters, tables_with_letters
+from tailrace.deadletters.store import CAUSE_CODE, DeadLetterStore, tables_with_dead_letters
 from tailrace.errors import BaseRowMissing, DeadLettersFull, LogCorrupt, ValueUnfit
-from tailrace.model.change import unfit_by_rule
-from tailrace.pipeline.status import deadletters_open
+from tailrace.model.change import rule_failure_text
+from tailrace.pipeline.status import count_open_dead_letters
 from tailrace.tasks import dead_letters
 from tests.support.changes import KEYLESS, SHOP, Change, arrival, delete, insert, move, truncate, update
 from tests.support.engines import FORMAT, IS_ICEBERG, IS_SPARK, not_spark
@@ -37,7 +37,7 @@ def loaded(folder: Path, on_bad_row: str = "dead-letter") -> Quiet:
 
 def letters(quiet: Quiet) -> dict[int, str]:
     """The open ones: the code of each, by `_seq`."""
-    found = Letters(quiet.settings.log.path, THINGS).open(quiet.cursor.seq)
+    found = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.cursor.seq)
     return {
         seq: code
         for bundle in found
@@ -48,10 +48,10 @@ def letters(quiet: Quiet) -> dict[int, str]:
 def test_the_table_goes_on_without_what_it_cannot_take(quiet: Quiet) -> None:
     quiet.commit(update(1, unfit=BAD), update(2, n=2), insert(9, unfit=BAD))
     (outcome,) = quiet.apply()
-    assert (outcome.error, outcome.letters) == (None, 2)
+    assert (outcome.error, outcome.dead_letters) == (None, 2)
     assert (quiet.ns(), letters(quiet)) == ({1: 0, 2: 2, 3: 0, 4: 0, 5: 0}, {1: "value-unfit", 3: "value-unfit"})
-    assert deadletters_open(quiet.settings.log.path, THINGS, quiet.cursor) == 2
-    assert tables_with_letters(quiet.settings.log.path) == [THINGS]
+    assert count_open_dead_letters(quiet.settings.log.path, THINGS, quiet.cursor) == 2
+    assert tables_with_dead_letters(quiet.settings.log.path) == [THINGS]
 
 
 def test_a_mirror_with_marks_and_metadata_goes_on_too(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_mirror_with_marks_and_metadata_goes_on_too(tmp_path: Path) -> None:
     if IS_ICEBERG:  # rows are put right by a job: see `test_iceberg_letters.py`
         return
     mended = pa.Table.from_pylist([{"id": 1, "name": "n1", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
-    assert made.table.put(SHOP, mended, made.cursor).committed
+    assert made.table.upsert_rows(SHOP, mended, made.cursor).committed
     assert (made.rows()[1]["n"], made.rows()[1]["_deleted"]) == (7, False)
 
 
@@ -79,7 +79,7 @@ def made_as(folder: Path, form: str, on_bad_row: str = "dead-letter") -> Quiet:
 
 
 def passed(quiet: Quiet) -> set[int]:
-    return {*Letters(quiet.settings.log.path, THINGS).passed(quiet.cursor.seq)}
+    return {*DeadLetterStore(quiet.settings.log.path, THINGS).superseded(quiet.cursor.seq)}
 
 
 @pytest.mark.parametrize("form", ["mode: history", "mode: append"])
@@ -93,7 +93,7 @@ def test_a_change_is_left_out_of_a_table_of_changes_and_nothing_makes_up_for_it(
     made = made_as(tmp_path, "mode: append")
     made.commit(update(1, unfit=BAD), update(2, unchanged=BIG, n=2), delete(9))
     (outcome,) = made.apply()
-    assert (outcome.error, outcome.letters, letters(made)) == (None, 1, {1: "value-unfit"})
+    assert (outcome.error, outcome.dead_letters, letters(made)) == (None, 1, {1: "value-unfit"})
     made.commit(update(1, n=7), delete(1), truncate())
     assert made.apply()[-1].error is None
     assert letters(made) == {1: "value-unfit"}, "what the change was is not in what came later"
@@ -153,7 +153,7 @@ def test_what_a_partial_change_in_the_same_batch_leaves_of_a_bad_one_is_set_asid
 
 
 def test_a_row_that_a_rule_failed_at_is_set_aside_by_every_engine(quiet: Quiet) -> None:
-    quiet.commit(insert(9, unfit=BAD, unfit_text=unfit_by_rule("hash", "no key")))
+    quiet.commit(insert(9, unfit=BAD, unfit_text=rule_failure_text("hash", "no key")))
     assert quiet.apply()[-1].error is None
     assert letters(quiet) == {1: "transform-failed"}
 
@@ -186,7 +186,7 @@ def test_letters_outlive_batches_and_go_with_what_replaces_their_rows(quiet: Qui
     quiet.commit(update(1, n=8), delete(2))
     quiet.apply()
     assert (letters(quiet), quiet.ns()) == ({}, {1: 8, 3: 3, 4: 0, 5: 0})
-    assert not Letters(quiet.settings.log.path, THINGS).any, "nothing is left to look at"
+    assert not DeadLetterStore(quiet.settings.log.path, THINGS).has_any, "nothing is left to look at"
 
 
 def test_a_partial_change_without_its_row_is_set_aside_and_never_nulled(quiet: Quiet) -> None:
@@ -234,19 +234,19 @@ def test_a_list_beside_whoever_applies_looks_again_at_what_is_removed_meanwhile(
     quiet.apply()
     quiet.commit(update(2, unfit=BAD))
     quiet.apply()
-    found = Letters(quiet.settings.log.path, THINGS)
+    found = DeadLetterStore(quiet.settings.log.path, THINGS)
     reading = found._read(quiet.cursor.seq, None, None)
     next(reading)
     quiet.commit(update(1, n=1), update(2, n=1))
     quiet.apply()
     with pytest.raises(FileNotFoundError):
         next(reading)
-    assert found.open(quiet.cursor.seq) == []
+    assert found.read_open(quiet.cursor.seq) == []
 
 
 @not_spark  # whose tasks know nothing of another limit
 def test_too_many_letters_stop_the_table(quiet: Quiet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dead_letters, "LETTERS_MAX", 2)
+    monkeypatch.setattr(dead_letters, "DEAD_LETTERS_MAX", 2)
     quiet.commit(update(1, unfit=BAD), update(2, unfit=BAD))
     quiet.apply()
     quiet.commit(update(3, unfit=BAD))

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxBytes, ReadMaxRows
 
-from tailrace.changelog.format.known_tables import expect
-from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.format.known_tables import record_known_table
+from tailrace.changelog.maintain.retention import RetentionPolicy, trim
 from tailrace.changelog.maintain.sealer import Sealer
-from tailrace.changelog.read.consumers import Hold, holds
+from tailrace.changelog.read.consumers import RetentionHold, read_holds
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, LogForeign, SchemaChanged
 from tailrace.model.position import Lsn
 from tailrace.spark.datasource.log.log_options import LogOptions
-from tailrace.spark.datasource.log.log_schema import look
+from tailrace.spark.datasource.log.log_schema import resolve_frame
 from tailrace.spark.datasource.log.log_stream import LogStream, Offset
 from tailrace.spark.datasource.log.stream import LogStreamReader
-from tailrace.spark.datasource.log.stream_41 import PlainStreamReader
+from tailrace.spark.datasource.log.stream_41 import Spark41StreamReader
 from tailrace.spark.session.arrow_types import spark_schema
 from tailrace.storage.objects import ObjectPath
 from tests.support.changes import SHOP, insert
@@ -43,8 +43,8 @@ def ids(stream: LogStream, start: Offset, end: Offset) -> list[int]:
     ]
 
 
-def hold(diary: Diary) -> Hold:
-    (found,) = holds(diary.path)
+def hold(diary: Diary) -> RetentionHold:
+    (found,) = read_holds(diary.path)
     return found
 
 
@@ -176,15 +176,15 @@ def test_a_log_in_a_store_is_not_looked_at_whenever_spark_asks() -> None:
 
 def test_a_table_that_never_changed_is_streamed_from_its_first_change_on(diary: Diary) -> None:
     diary.commit(inserts(1, schema=OTHER))
-    expect(diary.path, SHOP)
+    record_known_table(diary.path, SHOP)
     stream = reader(diary, consumer="mine")
     start = stream.initialOffset()
     assert stream.latestOffset(start, ALL) == start
     diary.commit(inserts(7))
     log = ChangeLog.open(diary.path)
     log.schemas.load()
-    (held,) = holds(diary.path, log.schemas.named)
-    assert held.needs(log.numbers("public.things")[0], last_seq=2, last_commit=2), "the log waits for it"
+    (held,) = read_holds(diary.path, log.schemas.numbers_named)
+    assert held.needs(log.table_numbers("public.things")[0], last_seq=2, last_commit=2), "the log waits for it"
     assert ids(stream, start, stream.latestOffset(start, ALL)) == [7]
 
 
@@ -239,7 +239,7 @@ def test_a_log_that_is_yet_to_be_made_has_no_past_and_nothing_is_captured_for_wh
     tmp_path: Path, asked: str
 ) -> None:
     options = {"log": str(tmp_path / "log"), "url": "postgresql://x@127.0.0.1:1/none", "tables": "*"}
-    made = look(LogOptions.parse({**options, "startingPosition": asked}))
+    made = resolve_frame(LogOptions.parse({**options, "startingPosition": asked}))
     for ask in ("initialOffset", "prepareForTriggerAvailableNow"):
         capture = Noted()
         stream = LogStreamReader(made, spark_schema(made.fields), capture)
@@ -253,7 +253,9 @@ def test_for_a_checkpoint_of_another_log_or_of_none_nothing_is_captured(diary: D
     stream = reader(diary_with(diary, 1), capture)
     with pytest.raises(LogForeign, match="of another log"):
         stream.latestOffset(there, ALL)
-    made = look(LogOptions.parse({"log": str(tmp_path / "log"), "url": "postgresql://x@127.0.0.1:1/x", "tables": "*"}))
+    made = resolve_frame(
+        LogOptions.parse({"log": str(tmp_path / "log"), "url": "postgresql://x@127.0.0.1:1/x", "tables": "*"})
+    )
     stream = LogStreamReader(made, spark_schema(made.fields), capture)
     with pytest.raises(LogForeign, match="is not here"):
         stream.partitions(there, there)
@@ -263,9 +265,9 @@ def test_for_a_checkpoint_of_another_log_or_of_none_nothing_is_captured(diary: D
 # Spark 4.1, which does not say where it is.
 
 
-def plain(diary: Diary, capture: Any = None, **options: object) -> PlainStreamReader:
+def plain(diary: Diary, capture: Any = None, **options: object) -> Spark41StreamReader:
     made = frame(diary.path, table="public.things", **options)
-    return PlainStreamReader(made, spark_schema(made.fields), capture)
+    return Spark41StreamReader(made, spark_schema(made.fields), capture)
 
 
 def test_a_spark_that_does_not_say_where_it_is_gets_every_row_once(diary: Diary) -> None:
@@ -312,7 +314,7 @@ def test_after_a_restart_rows_that_were_read_and_are_gone_do_not_lead_it_back(
     diary.commit(inserts(9, schema=OTHER))
     seal(diary.path)
     with Sealer(diary.path) as sealer:
-        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     diary.commit(inserts(9, schema=OTHER))
     again = plain(diary, **consumer)
     assert again.latestOffset() == end, "no micro-batch"

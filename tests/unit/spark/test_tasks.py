@@ -14,8 +14,8 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model.position import ZERO
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.evolve.schema_plan import Recast
-from tailrace.tables.location import Place
-from tailrace.tables.port import Cursor
+from tailrace.tables.location import TableLocation
+from tailrace.tables.port import AppliedPosition
 from tailrace.tasks.work import ApplyWork, EvolveWork, advance_table, apply_changes
 from tests.support.changes import SHOP
 from tests.support.logs import Diary, inserts, seal
@@ -45,7 +45,7 @@ def test_slices_that_were_sealed_since_are_read_at_once(tmp_path: Path, memory: 
     diary.close()
     slices = (*before, *pending(log, after_seq=before[-1].last_seq))
     assert len(slices) == COMMITS + 5  # as many as there were files when they were listed
-    start = Cursor(seq=0, commit=0, position=ZERO)
+    start = AppliedPosition(seq=0, commit=0, position=ZERO)
     table = DeltaRsTable(tmp_path / "lake", log.log_id)
     table.load(SHOP, [], start)
 
@@ -53,11 +53,11 @@ def test_slices_that_were_sealed_since_are_read_at_once(tmp_path: Path, memory: 
         ApplyWork(
             table=SHOP.table,
             log=diary.path,
-            place=Place(path=tmp_path / "lake", log_id=log.log_id),
+            location=TableLocation(path=tmp_path / "lake", log_id=log.log_id),
             slices=slices,
-            shape=SHOP,
+            schema=SHOP,
             expected=start,
-            cursor=replace(start, seq=slices[-1].last_seq, commit=slices[-1].last),
+            position_after=replace(start, seq=slices[-1].last_seq, commit=slices[-1].last),
         )
     )
 
@@ -71,19 +71,28 @@ def test_a_new_shape_says_what_its_rows_took_to_write_and_changes_what_they_weig
     diary.commit(inserts(1, 2, 3, big="words " * 9))
     log = ChangeLog.open(diary.path)
     diary.close()
-    start, place = Cursor(seq=0, commit=0, position=ZERO), Place(path=tmp_path / "lake", log_id=log.log_id)
+    start, place = (
+        AppliedPosition(seq=0, commit=0, position=ZERO),
+        TableLocation(path=tmp_path / "lake", log_id=log.log_id),
+    )
     place.open().load(SHOP, [], start)
     slices = tuple(pending(log, after_seq=0))
     there = replace(start, seq=slices[-1].last_seq, commit=1)
     done = apply_changes(
         ApplyWork(
-            table=SHOP.table, log=diary.path, place=place, slices=slices, shape=SHOP, expected=start, cursor=there
+            table=SHOP.table,
+            log=diary.path,
+            location=place,
+            slices=slices,
+            schema=SHOP,
+            expected=start,
+            position_after=there,
         )
     )
     assert 0 < done.bytes_changed < done.bytes_written, "a file has a head and a foot besides"
     wider = replace(SHOP, columns=tuple(replace(c, type=pa.int64()) if c.name == "n" else c for c in SHOP.columns))
     recast = Recast(schema=wider)
-    evolved = advance_table(EvolveWork(table=SHOP.table, place=place, recast=recast, expected=there))
+    evolved = advance_table(EvolveWork(table=SHOP.table, location=place, recast=recast, expected=there))
     (file,) = place.open().files()
     assert (evolved.error, evolved.bytes_written) == (None, (tmp_path / "lake" / file).stat().st_size)
     assert evolved.bytes_changed == 0, "no change asked for it"
@@ -98,4 +107,4 @@ def write(diary: Diary, keys: range) -> None:
 def pending(log: ChangeLog, *, after_seq: int) -> list[Slice]:
     index = LogIndex(log)
     index.grow()
-    return index.pending(1, after_seq, index.commit)
+    return index.pending(1, after_seq, index.last_commit)

@@ -17,7 +17,7 @@ from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Column, TableSchema
 from tailrace.model.system_streams import MESSAGE_STREAM
-from tailrace.state.recorded_stream import RecordedStream, SchemaFeed
+from tailrace.state.recorded_stream import RecordedStream, SchemaRecorder
 from tailrace.state.schema_history import MemorySchemaHistory, SchemaHistory, SchemaVersion
 from tailrace.state.schema_history_stores import FileSchemaHistory
 from tests.support.changes import SHOP, insert
@@ -40,7 +40,7 @@ class Sink:
 
     def append(self, window: Window) -> None:
         for item in window.batches:
-            shapes = [version.shape for version in self._history.versions(item.schema.table)]
+            shapes = [version.schema for version in self._history.versions(item.schema.table)]
             assert item.schema in shapes, "a row came before its shape was in the history"
         self.rows += window.rows
         self.position = window.end
@@ -55,7 +55,7 @@ def run(source: MemoryCapture, history: SchemaHistory, sink: Sink) -> LogLoop:
 
 
 def versions(history: SchemaHistory) -> list[TableSchema]:
-    return [version.shape for version in history.versions(SHOP.table)]
+    return [version.schema for version in history.versions(SHOP.table)]
 
 
 @pytest.mark.parametrize("part_rows", [None, 2])
@@ -118,12 +118,12 @@ def at_their_ends(found: Window) -> Window:
 def test_rows_that_come_again_from_any_place_find_their_versions(stopped: int, resumed: int) -> None:
     """Told up to one place, begun again at one before it: the history is as if nothing had happened."""
     story, history = [at_their_ends(found) for found in STORY], MemorySchemaHistory()
-    first = SchemaFeed(history)
+    first = SchemaRecorder(history)
     for found in story[:stopped]:
-        first.take(found)
-    again = SchemaFeed(history)
+        first.record_window(found)
+    again = SchemaRecorder(history)
     for found in story[min(resumed, stopped) :]:
-        again.take(found)
+        again.record_window(found)
     assert versions(history) == [SHOP, WIDER, SHOP, WIDER]
 
 
@@ -131,14 +131,14 @@ def test_a_shape_that_comes_back_after_a_restart_is_a_new_version() -> None:
     history = MemorySchemaHistory()
     story = [at_their_ends(found) for found in STORY]
     for found in story[:2]:
-        SchemaFeed(history).take(found)
-    SchemaFeed(history).take(story[2])
+        SchemaRecorder(history).record_window(found)
+    SchemaRecorder(history).record_window(story[2])
     assert versions(history) == [SHOP, WIDER, SHOP]
 
 
 def test_a_part_of_a_transaction_is_told_of_too_though_its_position_is_not_known() -> None:
     history = MemorySchemaHistory()
-    SchemaFeed(history).take(open_window(10, batch(SHOP, insert(1))))
+    SchemaRecorder(history).record_window(open_window(10, batch(SHOP, insert(1))))
     made = history.latest(SHOP.table)
     assert made is not None
     assert (made.position, made.version) == (None, 1)
@@ -146,17 +146,17 @@ def test_a_part_of_a_transaction_is_told_of_too_though_its_position_is_not_known
 
 def test_where_a_version_began_is_not_known_the_one_before_it_is_told_again_rather_than_left_out() -> None:
     history = MemorySchemaHistory()
-    feed = SchemaFeed(history)
-    feed.take(at_their_ends(window(0, 10, batch(SHOP, insert(1)))))
-    feed.take(open_window(10, batch(WIDER, insert(2))))
-    SchemaFeed(history).take(at_their_ends(window(10, 20, batch(SHOP, insert(3)))))
+    feed = SchemaRecorder(history)
+    feed.record_window(at_their_ends(window(0, 10, batch(SHOP, insert(1)))))
+    feed.record_window(open_window(10, batch(WIDER, insert(2))))
+    SchemaRecorder(history).record_window(at_their_ends(window(10, 20, batch(SHOP, insert(3)))))
     assert versions(history) == [SHOP, WIDER, SHOP]
 
 
 def test_system_streams_are_no_tables() -> None:
     history = MemorySchemaHistory()
     message = batch_of(MESSAGE_STREAM, (Operation.MESSAGE, {"prefix": "a", "content": b"b", "transactional": True}))
-    SchemaFeed(history).take(Window(start=Lsn(0), end=Lsn(1), batches=(message,), transactions=1, rows=1))
+    SchemaRecorder(history).record_window(Window(start=Lsn(0), end=Lsn(1), batches=(message,), transactions=1, rows=1))
     assert history.tables() == ()
 
 

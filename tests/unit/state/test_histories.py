@@ -15,8 +15,8 @@ import pyarrow as pa
 import pytest
 
 from tailrace.errors import ConfigError, StateBusy, StateCorrupt, StateFull, StateTrimmed
-from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
-from tailrace.model.evolution import Kind
+from tailrace.model.catalogue_facts import CatalogueFacts, ColumnFacts, StorageFacts
+from tailrace.model.evolution import SchemaChangeKind
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.state.schema_history import KEEP_LAST, MemorySchemaHistory, Retention, SchemaEvent, SchemaHistory
@@ -104,14 +104,14 @@ def test_a_retention_that_means_nothing_is_refused() -> None:
 # --- what changed --------------------------------------------------------------------------------------------
 
 
-def facts(*columns: tuple[int, str | None], made: int, file: int = 1) -> Facts:
-    return Facts(
+def facts(*columns: tuple[int, str | None], made: int, file: int = 1) -> CatalogueFacts:
+    return CatalogueFacts(
         columns=tuple(
-            ColumnFacts(number=number, nullable=True, default=default, fill=default, stamp=number)
+            ColumnFacts(number=number, nullable=True, default=default, fast_default=default, definition_version=number)
             for number, default in columns
         ),
-        storage=(Storage(relation=1, name="things", file=file, attached=False),),
-        made=made,
+        storage=(StorageFacts(relation=1, name="things", file=file, attached=False),),
+        columns_ever=made,
     )
 
 
@@ -123,11 +123,11 @@ def test_what_the_catalogue_told_survives_and_proves_a_rename(folder: Path) -> N
     with FileSchemaHistory(folder) as history:
         made = history.record(renamed)
         assert made.evolution is not None
-        assert [(change.kind, change.was, change.now) for change in made.evolution.changes] == [
-            (Kind.RENAME, "n", "count")
+        assert [(change.kind, change.old, change.new) for change in made.evolution.changes] == [
+            (SchemaChangeKind.RENAME, "n", "count")
         ]
         assert made.evolution.rewritten is False
-        assert history.at_version(SHOP.table, 1).shape.facts == old.facts
+        assert history.at_version(SHOP.table, 1).schema.facts == old.facts
 
 
 def test_a_truncate_of_today_is_not_blamed_on_an_alter_of_tomorrow() -> None:
@@ -194,9 +194,9 @@ def test_files_of_format_1_are_read() -> None:
     made, changed, gone = history.versions(table)
     assert [version.event.value for version in (made, changed, gone)] == ["create", "alter", "drop"]
     assert (changed.ddl, changed.position) == ("ALTER TABLE orders ADD total numeric(12,2)", Lsn(9))
-    assert changed.shape.columns[1].type == pa.decimal128(12, 2)
+    assert changed.schema.columns[1].type == pa.decimal128(12, 2)
     assert changed.evolution is not None
-    assert [change.kind for change in changed.evolution.changes] == [Kind.ADD]
+    assert [change.kind for change in changed.evolution.changes] == [SchemaChangeKind.ADD]
     assert history.at_time(table, datetime(2026, 11, 16, 13, 30, tzinfo=UTC)) == changed
 
 

@@ -14,35 +14,35 @@ from deltalake import DeltaTable
 from tailrace import failpoints
 from tailrace.errors import BaseRowMissing, ForeignWrite, TableUnusable
 from tailrace.model.position import Lsn
-from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tables.compaction_plan import UpkeepPlan
 from tailrace.tables.delta import commit_log
 from tailrace.tables.delta.features import Features
 from tailrace.tables.delta.table import UNCOMMITTED, DeltaRsTable
 from tailrace.tables.evolve.schema_plan import Recast
-from tailrace.tables.fold.by_mode import fold_into
-from tailrace.tables.port import Cursor
-from tailrace.tables.spec import Form, TableMode
+from tailrace.tables.fold.by_mode import fold_by_mode
+from tailrace.tables.port import AppliedPosition
+from tailrace.tables.spec import TableMode, TableSpec
 from tailrace.tables.staging import discard
 from tests.support.changes import SHOP, Change, changes, insert, record_batches, table_schema, update
 
 WIDER = table_schema({"id": pa.int64(), "name": pa.string(), "big": pa.string(), "n": pa.int64()})
-APPEND = Form(mode=TableMode.APPEND)
+APPEND = TableSpec(mode=TableMode.APPEND)
 
 
-def at(seq: int) -> Cursor:
-    return Cursor(seq=seq, commit=seq, position=Lsn(seq))
+def at(seq: int) -> AppliedPosition:
+    return AppliedPosition(seq=seq, commit=seq, position=Lsn(seq))
 
 
 class Kept:
     """A table that changes are applied to, one by one."""
 
-    def __init__(self, path: Path, form: Form = Form(), rows: list[dict[str, Any]] | None = None) -> None:  # noqa: B008 # frozen
+    def __init__(self, path: Path, form: TableSpec = TableSpec(), rows: list[dict[str, Any]] | None = None) -> None:  # noqa: B008 # frozen
         self.path, self.form, self.seq = path, form, 0
         self.table = DeltaRsTable(path, "log", form)
         self.table.load(SHOP, record_batches(SHOP, rows or []), at(0))
 
     def apply(self, *some: Change) -> None:
-        folded = fold_into(self.form, SHOP, changes(SHOP, *some, first=self.seq + 1))
+        folded = fold_by_mode(self.form, SHOP, changes(SHOP, *some, first=self.seq + 1))
         self.table.apply(SHOP, folded, at(self.seq), at(self.seq + 1))
         self.seq += 1
 
@@ -53,9 +53,9 @@ class Kept:
 
 def test_a_partitioned_table_made_over_one_with_features_replaces_the_rows_that_change(tmp_path: Path) -> None:
     rows = [{"id": 1, "name": "a b", "n": 1}, {"id": 2, "name": "z", "n": 1}]
-    featured = DeltaRsTable(tmp_path / "t", "log", Form(), Features(deletion_vectors=True))
+    featured = DeltaRsTable(tmp_path / "t", "log", TableSpec(), Features(deletion_vectors=True))
     featured.load(SHOP, record_batches(SHOP, rows), at(0))
-    kept = Kept(tmp_path / "t", Form(partition_by=("name",)), rows)
+    kept = Kept(tmp_path / "t", TableSpec(partition_by=("name",)), rows)
     kept.apply(update(1, name="a b", n=2), update(2, name="z", n=2))
     assert [(row["id"], row["n"]) for row in kept.content()] == [(1, 2), (2, 2)]
 
@@ -75,8 +75,8 @@ def test_upkeep_is_refused_where_another_has_applied_meanwhile(tmp_path: Path, m
 
     monkeypatch.setattr(failpoints, "hit", after_joining)
     with pytest.raises(ForeignWrite):
-        kept.table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=0), at(there))
-    assert kept.table.cursor() == at(there + 1)
+        kept.table.compact(UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=0), at(there))
+    assert kept.table.applied_position() == at(there + 1)
     assert [row["id"] for row in kept.content()] == list(range(1, 11))
 
 
@@ -132,9 +132,9 @@ def partial() -> Change:
 @pytest.mark.parametrize(
     "work",
     [
-        lambda kept: kept.table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=None), at(kept.seq)),
+        lambda kept: kept.table.compact(UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=None), at(kept.seq)),
         lambda kept: kept.table.evolve(Recast(schema=WIDER), at(kept.seq)),
-        lambda kept: kept.table.holds(SHOP, pa.table({"id": pa.array([1], pa.int64())})),
+        lambda kept: kept.table.keys_exist(SHOP, pa.table({"id": pa.array([1], pa.int64())})),
         lambda kept: kept.apply(partial()),
         lambda kept: kept.apply(update(1, name="z")),
     ],
@@ -166,7 +166,7 @@ def test_a_partial_change_of_a_row_that_is_not_there_is_refused_without_a_look_a
 
 def test_the_commit_says_what_was_written(tmp_path: Path) -> None:
     kept = Kept(tmp_path / "t")
-    folded = fold_into(kept.form, SHOP, changes(SHOP, insert(1, name="x"), first=1))
+    folded = fold_by_mode(kept.form, SHOP, changes(SHOP, insert(1, name="x"), first=1))
     done = kept.table.apply(SHOP, folded, at(0), at(1))
     commit = kept.path / "_delta_log" / f"{done.version:020d}.json"
     adds = [action["add"] for action in map(json.loads, commit.read_text().splitlines()) if "add" in action]

@@ -11,13 +11,13 @@ import pyarrow as pa
 import pytest
 
 from tailrace.errors import ForeignWrite, SchemaChanged
-from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
-from tailrace.model.policies import POLICIES, Policies, Policy
+from tailrace.model.catalogue_facts import CatalogueFacts, ColumnFacts, StorageFacts
+from tailrace.model.policies import DEFAULT_POLICIES, EvolutionPolicies, EvolutionPolicy
 from tailrace.model.position import Lsn
-from tailrace.model.schema import MARK, Column, Identity, TableId, TableSchema
-from tailrace.tables.evolve.schema_plan import Recast, Refresh, is_narrower, is_wider, plan
+from tailrace.model.schema import RULE_MARK, Column, Identity, TableId, TableSchema
+from tailrace.tables.evolve.schema_plan import Recast, ReloadNeeded, is_narrower, is_wider, plan_evolution
 from tailrace.tables.fold.fold import fold
-from tailrace.tables.port import Cursor
+from tailrace.tables.port import AppliedPosition
 from tailrace.tables.staging import stage
 from tests.support import others
 from tests.support.changes import changes, delete, insert, record_batches, truncate, update
@@ -26,9 +26,14 @@ from tests.support.engines import commits_of, data_folder, open_table, rows_of, 
 if TYPE_CHECKING:
     from tests.support.engines import AnyTable
 
-KEEP, APPLY, STOP, REFRESH = Policy.KEEP_NULL, Policy.APPLY, Policy.STOP, Policy.REFRESH
-START = Cursor(seq=7, commit=1, position=Lsn(160))
-NEXT = Cursor(seq=9, commit=2, position=Lsn(200))
+KEEP, APPLY, STOP, REFRESH = (
+    EvolutionPolicy.KEEP_NULL,
+    EvolutionPolicy.APPLY,
+    EvolutionPolicy.STOP,
+    EvolutionPolicy.REFRESH,
+)
+START = AppliedPosition(seq=7, commit=1, position=Lsn(160))
+NEXT = AppliedPosition(seq=9, commit=2, position=Lsn(200))
 
 
 def shape(
@@ -48,13 +53,19 @@ def shape(
         key=key,
         identity=Identity.KEY,
         columns=tuple(Column(name=name, source_type=str(kind), type=kind) for _, name, kind in columns),
-        facts=Facts(
+        facts=CatalogueFacts(
             columns=tuple(
-                ColumnFacts(number=number, nullable=True, default=None, fill=(fills or {}).get(name), stamp=stamp)
+                ColumnFacts(
+                    number=number,
+                    nullable=True,
+                    default=None,
+                    fast_default=(fills or {}).get(name),
+                    definition_version=stamp,
+                )
                 for number, name, _ in columns
             ),
-            storage=(Storage(relation=relation, name="public.t", file=file, attached=False),),
-            made=made or max(number for number, _, _ in columns),
+            storage=(StorageFacts(relation=relation, name="public.t", file=file, attached=False),),
+            columns_ever=made or max(number for number, _, _ in columns),
         ),
     )
 
@@ -68,11 +79,11 @@ def value_of(column: Column, text: str) -> pa.Scalar | None:
     return None if text == "odd" else pa.scalar(text).cast(column.type)
 
 
-def planned(new: TableSchema, policies: Policies = POLICIES, *, old: TableSchema = OLD) -> Any:
-    return plan(old, new, policies, value_of)
+def planned(new: TableSchema, policies: EvolutionPolicies = DEFAULT_POLICIES, *, old: TableSchema = OLD) -> Any:
+    return plan_evolution(old, new, policies, value_of)
 
 
-def recast(new: TableSchema, policies: Policies = POLICIES, *, old: TableSchema = OLD) -> Recast:
+def recast(new: TableSchema, policies: EvolutionPolicies = DEFAULT_POLICIES, *, old: TableSchema = OLD) -> Recast:
     found = planned(new, policies, old=old)
     assert isinstance(found, Recast), found
     return found
@@ -83,7 +94,7 @@ def recast(new: TableSchema, policies: Policies = POLICIES, *, old: TableSchema 
 
 def test_the_same_version_asks_for_nothing() -> None:
     assert planned(shape(ID, A, B)) is None
-    assert recast(shape(ID, A, B, file=6)).said == (), "VACUUM FULL: the next ALTER is not blamed for it"
+    assert recast(shape(ID, A, B, file=6)).descriptions == (), "VACUUM FULL: the next ALTER is not blamed for it"
 
 
 @pytest.mark.parametrize(
@@ -105,10 +116,10 @@ def test_the_same_version_asks_for_nothing() -> None:
     ],
 )
 def test_what_cannot_be_known_or_is_not_wanted_is_loaded_anew(
-    new: TableSchema, policies: dict[str, Policy], why: str
+    new: TableSchema, policies: dict[str, EvolutionPolicy], why: str
 ) -> None:
-    found = planned(new, Policies(**policies))
-    assert isinstance(found, Refresh)
+    found = planned(new, EvolutionPolicies(**policies))
+    assert isinstance(found, ReloadNeeded)
     assert why in found.why
 
 
@@ -132,7 +143,7 @@ def test_what_cannot_be_known_or_is_not_wanted_is_loaded_anew(
     ],
 )
 def test_a_policy_of_stop_stops_and_names_itself(new: TableSchema, kind: str, said: str) -> None:
-    found = planned(new, Policies(**{kind: STOP}))
+    found = planned(new, EvolutionPolicies(**{kind: STOP}))
     assert isinstance(found, SchemaChanged)
     assert said in found.headline
     assert f"`evolution.{kind}` is `stop`" in found.hint
@@ -146,17 +157,21 @@ def test_what_may_be_a_renamed_column_stops_too_where_nothing_is_known_of_it(
     new: tuple[tuple[int, str, pa.DataType], ...], stops: bool
 ) -> None:
     unknown = replace(shape(*new, file=6), facts=None)
-    found = planned(unknown, Policies(rename=STOP))
+    found = planned(unknown, EvolutionPolicies(rename=STOP))
     assert isinstance(found, SchemaChanged) is stops
     assert not stops or "a may have been renamed to x" in found.headline
-    assert isinstance(planned(unknown), Refresh)
+    assert isinstance(planned(unknown), ReloadNeeded)
 
 
 def test_a_load_that_is_owed_is_made_whatever_the_policies_say_but_what_came_since_is_theirs() -> None:
     assert OLD.facts is not None
-    owed = replace(OLD, facts=replace(OLD.facts, owed=True))
-    assert planned(OLD, Policies(rewrite=STOP), old=owed) == Refresh(schema=OLD, why="a load of it did not land")
-    assert isinstance(planned(shape(ID, A, B, file=6, stamp=2), Policies(rewrite=STOP), old=owed), SchemaChanged)
+    owed = replace(OLD, facts=replace(OLD.facts, rows_unknown=True))
+    assert planned(OLD, EvolutionPolicies(rewrite=STOP), old=owed) == ReloadNeeded(
+        schema=OLD, why="a load of it did not land"
+    )
+    assert isinstance(
+        planned(shape(ID, A, B, file=6, stamp=2), EvolutionPolicies(rewrite=STOP), old=owed), SchemaChanged
+    )
 
 
 def test_a_table_that_is_renamed_stops_under_its_old_name() -> None:
@@ -168,8 +183,8 @@ def test_a_table_that_is_renamed_stops_under_its_old_name() -> None:
 
 def test_a_column_of_a_table_without_a_key_is_not_kept() -> None:
     old, new = replace(OLD, key=()), replace(shape(ID, A), key=())
-    assert isinstance(planned(new, old=old), Refresh)
-    assert recast(new, Policies(drop=APPLY), old=old).dropped == ("b",)
+    assert isinstance(planned(new, old=old), ReloadNeeded)
+    assert recast(new, EvolutionPolicies(drop=APPLY), old=old).dropped == ("b",)
 
 
 @pytest.mark.parametrize(
@@ -265,9 +280,9 @@ def test_an_integer_that_becomes_an_oid_is_no_wider_one() -> None:
 
 def test_what_a_rule_made_wider_is_not_what_it_was() -> None:
     old = shape(ID, A, B)
-    made = column(f"int32{MARK}compute#1f", pa.int64())
+    made = column(f"int32{RULE_MARK}compute#1f", pa.int64())
     found = planned(replace(old, columns=(old.columns[0], made, old.columns[2])))
-    assert isinstance(found, Refresh)
+    assert isinstance(found, ReloadNeeded)
     assert found.why == "retyped a"
 
 
@@ -295,7 +310,7 @@ def content(table: AnyTable) -> list[dict[str, Any]]:
 
 
 def applied(table: AnyTable, schema: TableSchema, *given: Any) -> None:
-    start = table.cursor()
+    start = table.applied_position()
     assert start is not None
     table.apply(schema, fold(schema, changes(schema, *given)), start, replace(start, seq=start.seq + 1))
 
@@ -320,13 +335,13 @@ def applied(table: AnyTable, schema: TableSchema, *given: Any) -> None:
     ids=["add", "add-filled", "drop-kept", "drop", "rename", "widen", "drop-and-add", "swap", "order"],
 )  # fmt: skip
 def test_rows_at_rest_become_rows_of_the_new_shape(
-    table: AnyTable, new: TableSchema, policies: dict[str, Policy], rows: list[dict[str, Any]]
+    table: AnyTable, new: TableSchema, policies: dict[str, EvolutionPolicy], rows: list[dict[str, Any]]
 ) -> None:
-    done = table.evolve(recast(new, Policies(**policies)), START)
-    assert (done.committed, done.cursor) == (True, START)
+    done = table.evolve(recast(new, EvolutionPolicies(**policies)), START)
+    assert (done.committed, done.applied_position) == (True, START)
     assert content(table) == rows
-    assert (table.cursor(), table.shape()) == (START, new)
-    assert table.shape().facts == new.facts  # type: ignore[union-attr]
+    assert (table.applied_position(), table.schema()) == (START, new)
+    assert table.schema().facts == new.facts  # type: ignore[union-attr]
     kinds = {field.name: field.type for field in rows_of(table._path).schema}
     assert all(kinds[column.name] == column.type or pa.types.is_string(column.type) for column in new.columns)
 
@@ -381,7 +396,7 @@ def test_a_kept_column_survives_a_refresh(table: AnyTable, tmp_path: Path) -> No
     table.evolve(recast(new), START)
     rows = [{"id": 1, "a": 10}, {"id": 2, "a": 21}, {"id": 4, "a": 40}]
     files = stage(staging(tmp_path / "t"), "again", new, record_batches(new, rows))
-    table.refresh(new, files, START, NEXT)
+    table.merge_load(new, files, START, NEXT)
     assert content(table) == [
         {"id": 1, "a": 10, "b": "b1"},
         {"id": 2, "a": 21, "b": None},

@@ -10,7 +10,7 @@ import pytest
 from deltalake import DeltaTable, TableFeatures
 
 from tailrace.errors import ForeignWrite, TableUnusable
-from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tables.compaction_plan import UpkeepPlan
 from tailrace.tables.delta.commit_log import vector_file
 from tailrace.tables.delta.features import Features
 from tailrace.tables.delta.raw_commit import live_files
@@ -22,7 +22,7 @@ from tests.support.mirrors import LOG, ROWS, at, by_id, content
 
 VECTORS, MAPPING = Features(deletion_vectors=True), Features(column_mapping=True)
 BOTH = Features(deletion_vectors=True, column_mapping=True)
-JOIN = Upkeep(file_bytes=1 << 20, remove_after_seconds=None)
+JOIN = UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=None)
 
 
 def features(path: Path) -> set[str]:
@@ -37,11 +37,11 @@ def test_a_table_is_made_with_them_and_delta_rs_refuses_it(tmp_path: Path, given
     table = DeltaRsTable(tmp_path, LOG, features=given)
     assert table.load(SHOP, record_batches(SHOP, ROWS), at(0)) == 5
     assert features(tmp_path) == names
-    assert (table.cursor(), table.shape(), table.rows(), table.version()) == (at(0), SHOP, 5, 0)
+    assert (table.applied_position(), table.schema(), table.rows(), table.version()) == (at(0), SHOP, 5, 0)
     assert by_id(content(tmp_path, SHOP)) == {row["id"]: row["big"] for row in ROWS}
     plain = DeltaRsTable(tmp_path, LOG)
     with pytest.raises(TableUnusable, match="does not write") as refused:
-        plain.cursor()
+        plain.applied_position()
     assert all(name in str(refused.value) for name in names)
     assert "Set `tables.engine: spark`" in refused.value.hint
     assert "tailrace snapshot FILE TABLE" in refused.value.hint
@@ -57,7 +57,7 @@ def test_loaded_anew_it_has_them_no_more(tmp_path: Path) -> None:
     assert not [name for name in DeltaTable(str(tmp_path)).metadata().configuration if "column" in name.lower()]
     plain.apply(SHOP, fold(SHOP, changes(SHOP, update(1, name="x", big="y", n=1))), at(10), at(20))
     assert by_id(content(tmp_path, SHOP)) == {1: "y", 2: "large 2"}
-    assert (plain.cursor(), plain.rows()) == (at(20), 2)
+    assert (plain.applied_position(), plain.rows()) == (at(20), 2)
 
 
 def test_a_feature_that_someone_turned_on_is_named(tmp_path: Path) -> None:
@@ -65,12 +65,12 @@ def test_a_feature_that_someone_turned_on_is_named(tmp_path: Path) -> None:
     plain.load(SHOP, record_batches(SHOP, ROWS), at(0))
     DeltaTable(str(tmp_path)).alter.add_feature(TableFeatures.DeletionVectors, allow_protocol_versions_increase=True)
     with pytest.raises(TableUnusable, match="deletionVectors") as refused:
-        plain.cursor()
+        plain.applied_position()
     assert refused.value.hint.startswith("Run `tailrace snapshot"), "the other engine would not go on with it either"
     with pytest.raises(ForeignWrite):
-        DeltaRsTable(tmp_path, LOG, features=VECTORS).cursor()
+        DeltaRsTable(tmp_path, LOG, features=VECTORS).applied_position()
     plain.load(SHOP, record_batches(SHOP, ROWS), at(10))
-    assert (plain.cursor(), features(tmp_path)) == (at(10), set())
+    assert (plain.applied_position(), features(tmp_path)) == (at(10), set())
 
 
 def test_of_two_who_look_at_the_same_version_one_commits(tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ def test_of_two_who_look_at_the_same_version_one_commits(tmp_path: Path) -> None
     tables[0].load(SHOP, record_batches(SHOP, ROWS), at(0))
     seen = tables[1]._own_table(SHOP.table)
     files = [stage(path, name, SHOP, record_batches(SHOP, ROWS)) for name in ("a", "b")]
-    tables[0].land(SHOP, files[0], at(10))
+    tables[0].commit_load(SHOP, files[0], at(10))
     with pytest.raises(ForeignWrite, match="at the same time"):
         tables[1]._land(seen, SHOP, files[1], at(20), None)
-    assert tables[0].cursor() == at(10)
-    assert tables[0].land(SHOP, files[0], at(10)) == 5, "again: it is there"
+    assert tables[0].applied_position() == at(10)
+    assert tables[0].commit_load(SHOP, files[0], at(10)) == 5, "again: it is there"
     assert tables[0].version() == 1
 
 
@@ -92,14 +92,19 @@ def test_small_files_are_joined_under_the_names_they_have_there(tmp_path: Path) 
     for number in range(10):
         files += stage(tmp_path, f"load-{number}", SHOP, record_batches(SHOP, [{"id": number, "big": str(number)}]))
     table = DeltaRsTable(tmp_path, LOG, features=BOTH)
-    table.land(SHOP, files, at(0))
-    tended = table.tend(JOIN, at(0))
-    assert (tended.joined, tended.made, len(table.files()), table.cursor()) == (10, 1, 1, at(0))
+    table.commit_load(SHOP, files, at(0))
+    tended = table.compact(JOIN, at(0))
+    assert (tended.files_compacted, tended.files_written, len(table.files()), table.applied_position()) == (
+        10,
+        1,
+        1,
+        at(0),
+    )
     assert by_id(content(tmp_path, SHOP)) == {number: str(number) for number in range(10)}
     # Nothing is old enough, and then everything is.
-    assert table.tend(Upkeep(file_bytes=None, remove_after_seconds=3600.0), at(0)).removed == 0
+    assert table.compact(UpkeepPlan(file_bytes=None, remove_after_seconds=3600.0), at(0)).files_removed == 0
     assert features(tmp_path) == {"deletionVectors", "columnMapping"}
-    assert table.tend(Upkeep(file_bytes=None, remove_after_seconds=0.0), at(0)).removed == 10
+    assert table.compact(UpkeepPlan(file_bytes=None, remove_after_seconds=0.0), at(0)).files_removed == 10
     assert by_id(content(tmp_path, SHOP)) == {number: str(number) for number in range(10)}
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.tables.fold.row_hashes import PrintSet, image_prints, key_prints
+from tailrace.tables.fold.row_hashes import RowHashSet, hash_images, hash_keys
 from tailrace.tables.fold.row_ids import image_numbers, key_numbers
 
 VALUES: dict[pa.DataType, list[Any]] = {
@@ -42,7 +42,7 @@ def columns(rows: list[tuple[Any, ...]]) -> list[pa.Array]:
 @settings(deadline=None)  # the first call compiles
 def test_rows_have_the_same_number_exactly_when_they_are_the_same(rows: list[Any], cut: int) -> None:
     whole = columns(rows)
-    for prints, numbers in ((image_prints, image_numbers), (key_prints, key_numbers)):
+    for prints, numbers in ((hash_images, image_numbers), (hash_keys, key_numbers)):
         for some in ([column] for column in whole):
             found = [tuple(pair) for pair in prints(some, 7).tolist()]
             expected = numbers(some).numbers.tolist()
@@ -56,25 +56,25 @@ def test_rows_have_the_same_number_exactly_when_they_are_the_same(rows: list[Any
 
 def test_values_do_not_run_into_each_other() -> None:
     pairs = [("ab", "c"), ("a", "bc"), ("", "abc"), (None, "abc"), ("abc", None), ("abc", "")]
-    prints = image_prints([pa.array([pair[i] for pair in pairs]) for i in (0, 1)], 1)
+    prints = hash_images([pa.array([pair[i] for pair in pairs]) for i in (0, 1)], 1)
     assert len(np.unique(prints[:, 0])) == len(np.unique(prints[:, 1])) == len(pairs)
 
 
 def test_another_seed_gives_other_numbers() -> None:
     column = [pa.array([1, 2, 3])]
-    assert not (image_prints(column, 1) == image_prints(column, 1 << 64)).any()
+    assert not (hash_images(column, 1) == hash_images(column, 1 << 64)).any()
 
 
 def test_a_million_rows_that_differ_little_have_as_many_numbers() -> None:
     numbers = np.arange(1_000_000)
-    prints = image_prints([pa.array(numbers & 1023), pa.array((numbers >> 10) << 40)], 3)
+    prints = hash_images([pa.array(numbers & 1023), pa.array((numbers >> 10) << 40)], 3)
     for half in (0, 1):
         assert np.unique(prints[:, half]).size == numbers.size
 
 
 def test_a_type_that_no_table_has_is_refused() -> None:
     with pytest.raises(TypeError, match="time64"):
-        image_prints([pa.array([1], pa.time64("us"))], 1)
+        hash_images([pa.array([1], pa.time64("us"))], 1)
 
 
 @given(
@@ -82,7 +82,7 @@ def test_a_type_that_no_table_has_is_refused() -> None:
 )
 def test_a_set_finds_what_it_holds_also_where_one_half_is_the_same(held: list[Any], asked: list[Any]) -> None:
     held = sorted(set(held), reverse=True)
-    prints = PrintSet(np.array(held, np.uint64).reshape(-1, 2))
+    prints = RowHashSet(np.array(held, np.uint64).reshape(-1, 2))
     found = prints.find(np.array(asked, np.uint64).reshape(-1, 2))
     assert (len(prints), [place >= 0 for place in found]) == (len(held), [pair in held for pair in asked])
     places = {pair: place for pair, place in zip(asked, found.tolist(), strict=True) if place >= 0}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tailrace.errors import BaseRowMissing, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import Identity, TableSchema
-from tailrace.tables.fold.fold import DELETE, UPSERT, Folded, fold, folded_schema
+from tailrace.tables.fold.fold import DELETE, UPSERT, FoldedChanges, fold, folded_schema
 from tests.support.changes import (
     KEYLESS,
     SHOP,
@@ -446,7 +446,7 @@ def test_any_keyless_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[
     for *step, cut in [*steps, ("delete", (9, None), (9, None), True)]:
         pending += model.step(*step)
         if cut:
-            result: Folded = fold(KEYLESS, changes(KEYLESS, *pending))
+            result: FoldedChanges = fold(KEYLESS, changes(KEYLESS, *pending))
             table = Counter() if result.truncated else table
             for row in result.rows.to_pylist():
                 table[(row["c0"], row["c1"])] += row["copies"]

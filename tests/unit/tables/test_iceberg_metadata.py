@@ -14,10 +14,10 @@ import pytest
 from tailrace.errors import ForeignWrite, TableUnusable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column
-from tailrace.tables.delta.commit_log import Position
-from tailrace.tables.evolve.recast_columns import Laid
+from tailrace.tables.delta.commit_log import CommitRecord
+from tailrace.tables.evolve.recast_columns import RecastColumns
 from tailrace.tables.iceberg.catalogs import Catalog
-from tailrace.tables.iceberg.commit_log import OWNER, Metadata, said_of
+from tailrace.tables.iceberg.commit_log import OWNER, IcebergMetadata, summary_and_properties
 from tailrace.tables.iceberg.schema_mapping import (
     Field,
     Spec,
@@ -25,17 +25,17 @@ from tailrace.tables.iceberg.schema_mapping import (
     columns_of,
     file_fields,
     fresh_fields,
-    laid_fields,
-    parting,
     partition_json,
+    plan_partition_change,
+    recast_fields,
     refuse_iceberg_names,
 )
 from tailrace.tables.iceberg.table import IcebergTable
-from tailrace.tables.port import Cursor
+from tailrace.tables.port import AppliedPosition
 from tests.support.changes import SHOP, table_schema
 
-CURSOR = Cursor(seq=7, commit=1, position=Lsn(160), load="a-load")
-MINE = Position(log="a-log", cursor=CURSOR, schema=SHOP)
+CURSOR = AppliedPosition(seq=7, commit=1, position=Lsn(160), load="a-load")
+MINE = CommitRecord(log="a-log", applied_position=CURSOR, schema=SHOP)
 
 
 def column(name: str, kind: pa.DataType) -> Column:
@@ -86,14 +86,16 @@ def test_a_name_of_iceberg_s_own_is_refused_with_what_to_do(name: str) -> None:
     assert "columns:" in refused.value.hint
 
 
-def laid(*columns: tuple[Column, str | None], **filled: Any) -> Laid:
+def laid(*columns: tuple[Column, str | None], **filled: Any) -> RecastColumns:
     values = {name: pa.scalar(value) for name, value in filled.items()}
-    return Laid(columns=tuple(c for c, _ in columns), taken=tuple(old for _, old in columns), filled=values)
+    return RecastColumns(
+        columns=tuple(c for c, _ in columns), source_names=tuple(old for _, old in columns), backfilled=values
+    )
 
 
 def test_a_column_keeps_its_number_and_one_that_comes_gets_one_that_none_ever_had() -> None:
     held = fresh_fields(NESTED.columns)
-    found = laid_fields(
+    found = recast_fields(
         held,
         laid(
             (column("key", pa.int32()), "id"),
@@ -122,12 +124,12 @@ def test_files_stay_as_they_are_where_iceberg_reads_them_as_the_wider_type(
     was: pa.DataType, now: pa.DataType, stays: bool
 ) -> None:
     held = fresh_fields([column("a", was)])
-    assert (laid_fields(held, laid((column("a", now), "a")), 9) is not None) == stays
+    assert (recast_fields(held, laid((column("a", now), "a")), 9) is not None) == stays
 
 
 def test_values_that_are_filled_in_are_written() -> None:
     held = fresh_fields([column("a", pa.int32())])
-    assert laid_fields(held, laid((column("b", pa.int32()), None), b=1), 1) is None
+    assert recast_fields(held, laid((column("b", pa.int32()), None), b=1), 1) is None
 
 
 # --- partitions ----------------------------------------------------------------------------------------------
@@ -146,9 +148,9 @@ BY_NAME: Spec = {
 
 def test_a_table_that_is_partitioned_as_before_keeps_its_snapshots() -> None:
     now = fields_of(id=pa.int64(), name=pa.string(), other=pa.string())
-    found = parting(now, ["name"], [PLAIN_SPEC, BY_NAME], WAS)
-    assert not found.afresh
-    assert parting(WAS, ["name"], [PLAIN_SPEC], WAS).afresh is False
+    found = plan_partition_change(now, ["name"], [PLAIN_SPEC, BY_NAME], WAS)
+    assert not found.drops_snapshots
+    assert plan_partition_change(WAS, ["name"], [PLAIN_SPEC], WAS).drops_snapshots is False
 
 
 @pytest.mark.parametrize(
@@ -162,13 +164,13 @@ def test_a_table_that_is_partitioned_as_before_keeps_its_snapshots() -> None:
     ids=str,
 )  # fmt: skip
 def test_what_columns_no_longer_mean_is_forgotten(now: list[Field], names: list[str]) -> None:
-    found = parting(now, names, [PLAIN_SPEC, BY_NAME], WAS)
-    assert found.afresh
+    found = plan_partition_change(now, names, [PLAIN_SPEC, BY_NAME], WAS)
+    assert found.drops_snapshots
     assert [part["field-id"] for part in found.spec["fields"]] == [1001 + at for at in range(len(names))]
 
 
 def test_a_column_of_another_type_is_another_to_be_partitioned_by() -> None:
-    assert parting(fields_of(id=pa.int64(), name=pa.int64()), ["name"], [BY_NAME], WAS).afresh
+    assert plan_partition_change(fields_of(id=pa.int64(), name=pa.int64()), ["name"], [BY_NAME], WAS).drops_snapshots
 
 
 def test_a_column_that_got_another_s_name_is_not_what_it_was() -> None:
@@ -211,8 +213,8 @@ def snapshot(number: int, parent: int | None, summary: dict[str, str], operation
     }
 
 
-def metadata(*snapshots: dict[str, Any], position: Position = MINE, **said: Any) -> Metadata:
-    _, properties = said_of(position, "x")
+def metadata(*snapshots: dict[str, Any], position: CommitRecord = MINE, **said: Any) -> IcebergMetadata:
+    _, properties = summary_and_properties(position, "x")
     whole = {
         "current-schema-id": 0,
         "last-column-id": 4,
@@ -221,34 +223,34 @@ def metadata(*snapshots: dict[str, Any], position: Position = MINE, **said: Any)
         "snapshots": list(snapshots),
         "current-snapshot-id": snapshots[-1]["snapshot-id"] if snapshots else None,
     }
-    return Metadata(Path("/lake/public/t"), {**whole, **said})
+    return IcebergMetadata(Path("/lake/public/t"), {**whole, **said})
 
 
-OURS, _ = said_of(MINE, "a-token")
+OURS, _ = summary_and_properties(MINE, "a-token")
 
 
 def test_a_position_reads_back_equal() -> None:
     found = metadata(snapshot(1, None, OURS))
-    assert (found.position(), found.owner, found.snapshot, found.source()) == (MINE, "a-log", 1, SHOP.table)
+    assert (found.commit_record(), found.owner, found.snapshot, found.source()) == (MINE, "a-log", 1, SHOP.table)
 
 
 def test_each_shape_stands_once_however_many_snapshots_name_it() -> None:
-    later = replace(MINE, cursor=replace(CURSOR, seq=8))
-    summary, properties = said_of(later, "x")
-    assert properties == said_of(MINE, "y")[1]
+    later = replace(MINE, applied_position=replace(CURSOR, seq=8))
+    summary, properties = summary_and_properties(later, "x")
+    assert properties == summary_and_properties(MINE, "y")[1]
     assert len(summary["tailrace"]) < 250
 
 
 def test_files_that_were_only_written_anew_keep_the_position() -> None:
-    assert metadata(snapshot(1, None, OURS), snapshot(2, 1, {}, "replace")).position() == MINE
+    assert metadata(snapshot(1, None, OURS), snapshot(2, 1, {}, "replace")).commit_record() == MINE
     joined = {"added-records": "8", "deleted-records": "10"}
-    assert metadata(snapshot(1, None, OURS), snapshot(2, 1, joined, "replace")).position() == MINE
+    assert metadata(snapshot(1, None, OURS), snapshot(2, 1, joined, "replace")).commit_record() == MINE
 
 
 def test_a_snapshot_that_brings_rows_is_someone_else_s_whatever_it_calls_itself() -> None:
     more = {"added-records": "1"}
     with pytest.raises(ForeignWrite):
-        metadata(snapshot(1, None, OURS), snapshot(2, 1, more, "replace")).position()
+        metadata(snapshot(1, None, OURS), snapshot(2, 1, more, "replace")).commit_record()
 
 
 @pytest.mark.parametrize("operation", ["append", "overwrite", "delete"])
@@ -256,31 +258,31 @@ def test_a_snapshot_of_someone_else_stops_the_table_even_under_maintenance(opera
     theirs = [snapshot(2, 1, {}, operation), snapshot(3, 2, {}, "replace")]
     for count in (1, 2):
         with pytest.raises(ForeignWrite) as refused:
-            metadata(snapshot(1, None, OURS), *theirs[:count]).position()
+            metadata(snapshot(1, None, OURS), *theirs[:count]).commit_record()
         assert (refused.value.fields["version"], refused.value.fields["operation"]) == (2, operation)
         assert "tailrace snapshot" in refused.value.hint
 
 
 def test_columns_that_someone_else_changed_stop_the_table() -> None:
-    changed = {**metadata(snapshot(1, None, OURS)).said, "current-schema-id": 1}
+    changed = {**metadata(snapshot(1, None, OURS)).document, "current-schema-id": 1}
     with pytest.raises(ForeignWrite, match="columns"):
-        Metadata(Path("/lake/public/t"), changed).position()
+        IcebergMetadata(Path("/lake/public/t"), changed).commit_record()
 
 
 def test_a_snapshot_of_another_log_is_someone_else_s() -> None:
-    other, _ = said_of(replace(MINE, log="another"), "x")
+    other, _ = summary_and_properties(replace(MINE, log="another"), "x")
     with pytest.raises(ForeignWrite):
-        metadata(snapshot(1, None, OURS), snapshot(2, 1, other)).position()
+        metadata(snapshot(1, None, OURS), snapshot(2, 1, other)).commit_record()
 
 
 def test_a_table_whose_snapshot_of_ours_is_gone_is_not_taken_for_a_new_one() -> None:
     with pytest.raises(TableUnusable, match="no longer holds"):
-        metadata(snapshot(2, 1, {}, "replace")).position()
+        metadata(snapshot(2, 1, {}, "replace")).commit_record()
 
 
 def test_a_summary_that_cannot_be_read_is_an_error() -> None:
     with pytest.raises(TableUnusable, match="version=1"):
-        metadata(snapshot(1, None, {"tailrace": "{}"})).position()
+        metadata(snapshot(1, None, {"tailrace": "{}"})).commit_record()
 
 
 def test_a_table_that_is_not_ours_says_so() -> None:
@@ -293,7 +295,11 @@ def test_what_was_staged_and_never_published_is_known() -> None:
     theirs = snapshot(6, 1, {"wap.id": "t"})
     published = snapshot(2, 1, {**OURS, "wap.id": "u"})
     found = metadata(snapshot(1, None, OURS), stray, theirs, published)
-    assert (found.strays(), found.says("wap.id", "u"), found.says("wap.id", "t")) == ([5], True, False)
+    assert (found.orphan_snapshots(), found.has_in_summary("wap.id", "u"), found.has_in_summary("wap.id", "t")) == (
+        [5],
+        True,
+        False,
+    )
 
 
 def test_rows_that_were_struck_out_are_not_counted() -> None:
@@ -311,7 +317,7 @@ def numbered(number: int, parent: int | None, summary: dict[str, str], schema: i
 
 
 def test_versions_of_ours_are_told_newest_first_also_after_the_table_was_set_back() -> None:
-    theirs, _ = said_of(replace(MINE, log="another"), "x")
+    theirs, _ = summary_and_properties(replace(MINE, log="another"), "x")
     back: dict[str, Any] = {"current-snapshot-id": 901, "snapshot-log": [{"snapshot-id": at} for at in (901, 703, 901)]}
     found = metadata(
         numbered(901, None, OURS), numbered(502, 901, {}), numbered(703, 502, OURS), numbered(404, 703, theirs), **back
@@ -320,7 +326,7 @@ def test_versions_of_ours_are_told_newest_first_also_after_the_table_was_set_bac
 
 
 def test_what_was_only_staged_and_what_names_no_shape_is_no_version() -> None:
-    other, _ = said_of(replace(MINE, schema=NESTED), "x")
+    other, _ = summary_and_properties(replace(MINE, schema=NESTED), "x")
     staged = numbered(3, 2, {**OURS, "wap.id": "w"})
     newest: dict[str, Any] = {"current-snapshot-id": 2}
     found = metadata(numbered(1, None, other), numbered(2, 1, OURS), staged, **newest)
@@ -352,7 +358,7 @@ def copied(number: int | None, partition_by: list[str]) -> dict[str, Any]:
         "properties": {OWNER: "a-log", "write.data.path": "/elsewhere", "write.wap.enabled": "true"},
     }
     table = metadata(numbered(1, None, OURS), numbered(2, 1, {}, 1), **given)
-    return table.as_of(number, Path("/beside"), partition_by)
+    return table.copy_as_of(number, Path("/beside"), partition_by)
 
 
 def test_a_copy_is_what_the_table_was_and_goes_on_with_its_numbers() -> None:
@@ -387,16 +393,16 @@ def test_a_folder_with_other_things_in_it_is_no_place_for_a_table(tmp_path: Path
     table = IcebergTable(path, "a-log", Catalog(kind="jdbc", root=tmp_path, uri=f"jdbc:sqlite:{tmp_path}/none.db"))
     for left in ("metadata", "data", "_staged", "_tailrace", "rebuilt", ".hidden"):
         (path / left).mkdir(parents=True)
-        assert table.cursor() is None, "it is what a load that died leaves"
+        assert table.applied_position() is None, "it is what a load that died leaves"
     for stray in ("_delta_log", "thesis.tex"):
         (path / stray).touch()
-        for ask in (table.cursor, lambda: table.refuse_foreign(SHOP.table)):
+        for ask in (table.applied_position, lambda: table.refuse_foreign(SHOP.table)):
             with pytest.raises(TableUnusable, match="not an Iceberg table") as refused:
                 ask()
             assert refused.value.fields["found"] == "_delta_log"
     other = IcebergTable(path / "thesis.tex", "a-log", Catalog(kind="jdbc", root=tmp_path, uri="jdbc:sqlite:/none.db"))
     with pytest.raises(TableUnusable, match="cannot be used"):
-        other.cursor()
+        other.applied_position()
 
 
 def test_no_table_is_made_inside_another_one(tmp_path: Path) -> None:
@@ -407,4 +413,4 @@ def test_no_table_is_made_inside_another_one(tmp_path: Path) -> None:
         inside.refuse_foreign(SHOP.table)
     anew = IcebergTable(tmp_path / "t" / "rebuilt" / "1" / "table", "a-log", Catalog(kind="hadoop", root=tmp_path))
     anew.refuse_foreign(SHOP.table)
-    assert anew.cursor() is None, "it is the table itself that is made anew there"
+    assert anew.applied_position() is None, "it is the table itself that is made anew there"

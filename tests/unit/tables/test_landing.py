@@ -20,7 +20,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.fold.fold import fold
-from tailrace.tables.port import Cursor
+from tailrace.tables.port import AppliedPosition
 from tailrace.tables.staging import StagedFile, discard, stage
 from tailrace.tables.table_paths import table_path
 from tests.support.changes import SHOP, changes, insert, record_batches, table_schema, update
@@ -31,8 +31,8 @@ NAIVE = table_schema({"id": pa.string(), "at": pa.timestamp("us"), "ats": pa.lis
 NAIVE_ROWS = [{"id": "a", "at": datetime(1969, 12, 31, 23, 59, 59, 1), "ats": [datetime(2020, 1, 1)]}]
 
 
-def at(seq: int) -> Cursor:
-    return Cursor(seq=seq, commit=seq // 10, position=Lsn(seq * 16))
+def at(seq: int) -> AppliedPosition:
+    return AppliedPosition(seq=seq, commit=seq // 10, position=Lsn(seq * 16))
 
 
 class Died(BaseException):
@@ -87,9 +87,9 @@ def die() -> None:
 
 def test_files_staged_apart_land_in_one_commit_with_the_position(path: Path, table: DeltaRsTable) -> None:
     files = [file for i, row in enumerate(ROWS) for file in staged(path, f"load-{i}", [row])]
-    assert table.cursor() is None
-    assert table.land(SHOP, files, at(7)) == 5
-    assert (table.cursor(), table.shape(), table.rows()) == (at(7), SHOP, 5)
+    assert table.applied_position() is None
+    assert table.commit_load(SHOP, files, at(7)) == 5
+    assert (table.applied_position(), table.schema(), table.rows()) == (at(7), SHOP, 5)
     assert DeltaTable(str(path)).version() == 0
     assert content(path) == ROWS
     assert [(add["path"], add["size"], add["stats"]) for add in actions(path, "add")] == [
@@ -99,12 +99,12 @@ def test_files_staged_apart_land_in_one_commit_with_the_position(path: Path, tab
 
 def test_the_position_names_the_load(path: Path, table: DeltaRsTable) -> None:
     named = replace(at(7), load="x")
-    table.land(SHOP, staged(path, "x"), named)
-    assert table.cursor() == named
+    table.commit_load(SHOP, staged(path, "x"), named)
+    assert table.applied_position() == named
 
 
 def test_a_table_that_was_landed_is_applied_to(path: Path, table: DeltaRsTable) -> None:
-    table.land(SHOP, staged(path, "x"), at(0))
+    table.commit_load(SHOP, staged(path, "x"), at(0))
     folded = fold(SHOP, changes(SHOP, update(1, n=9, unchanged=("big", "name")), insert(6, big="six")))
     table.apply(SHOP, folded, at(0), at(10))
     assert content(path) == [ROWS[0] | {"n": 9}, *ROWS[1:], {"id": 6, "name": None, "big": "six", "n": None}]
@@ -112,13 +112,13 @@ def test_a_table_that_was_landed_is_applied_to(path: Path, table: DeltaRsTable) 
 
 @pytest.mark.parametrize("schema", [SHOP, NAIVE])
 def test_no_files_make_an_empty_table(path: Path, table: DeltaRsTable, schema: TableSchema) -> None:
-    assert table.land(schema, [], at(3)) == 0
-    assert (table.cursor(), table.shape(), table.rows(), content(path)) == (at(3), schema, 0, [])
+    assert table.commit_load(schema, [], at(3)) == 0
+    assert (table.applied_position(), table.schema(), table.rows(), content(path)) == (at(3), schema, 0, [])
     assert [field.name for field in DeltaTable(str(path)).schema().fields] == schema.names
 
 
 def test_a_timestamp_without_a_zone_brings_its_feature(path: Path, table: DeltaRsTable) -> None:
-    table.land(NAIVE, staged(path, "x", NAIVE_ROWS, NAIVE), at(0))
+    table.commit_load(NAIVE, staged(path, "x", NAIVE_ROWS, NAIVE), at(0))
     (protocol,) = actions(path, "protocol")
     assert (protocol["readerFeatures"], protocol["writerFeatures"]) == (["timestampNtz"], ["timestampNtz"])
     assert content(path) == NAIVE_ROWS
@@ -128,8 +128,8 @@ def test_a_table_of_any_name_is_landed(tmp_path: Path) -> None:
     path = table_path(tmp_path, TableId("pu%lic", "a/[b]"))
     table = DeltaRsTable(path, LOG)
     for seq in (0, 1):
-        table.land(SHOP, staged(path, f"x{seq}"), at(seq))
-        assert (table.cursor(), content(path.resolve())) == (at(seq), ROWS)
+        table.commit_load(SHOP, staged(path, f"x{seq}"), at(seq))
+        assert (table.applied_position(), content(path.resolve())) == (at(seq), ROWS)
 
 
 # --- replacing ---------------------------------------------------------------------------------------------
@@ -137,35 +137,35 @@ def test_a_table_of_any_name_is_landed(tmp_path: Path) -> None:
 
 def test_landing_replaces_all_that_was_there(path: Path, table: DeltaRsTable) -> None:
     old = [*staged(path, "one-1", ROWS[:2]), *staged(path, "one-2", ROWS[2:])]
-    table.land(SHOP, old, at(0))
+    table.commit_load(SHOP, old, at(0))
     new = staged(path, "two", [ROWS[0] | {"n": 7}])
-    assert table.land(SHOP, new, at(5)) == 1
-    assert (table.cursor(), content(path)) == (at(5), [ROWS[0] | {"n": 7}])
+    assert table.commit_load(SHOP, new, at(5)) == 1
+    assert (table.applied_position(), content(path)) == (at(5), [ROWS[0] | {"n": 7}])
     assert sorted(gone["path"] for gone in actions(path, "remove")) == [file.path for file in old]
     assert all(gone["dataChange"] for gone in actions(path, "remove"))
 
 
 def test_no_files_empty_a_table(path: Path, table: DeltaRsTable) -> None:
-    table.land(SHOP, staged(path, "one"), at(0))
+    table.commit_load(SHOP, staged(path, "one"), at(0))
     for seq in (1, 2):
-        assert table.land(SHOP, [], at(seq)) == 0
-        assert (table.cursor(), table.files(), content(path)) == (at(seq), [], [])
+        assert table.commit_load(SHOP, [], at(seq)) == 0
+        assert (table.applied_position(), table.files(), content(path)) == (at(seq), [], [])
 
 
 def test_files_that_are_in_the_table_are_not_landed_again(path: Path, table: DeltaRsTable) -> None:
     files = staged(path, "one")
     for _ in range(2):
-        assert table.land(SHOP, files, at(0)) == 5
+        assert table.commit_load(SHOP, files, at(0)) == 5
     assert (DeltaTable(str(path)).version(), content(path)) == (0, ROWS)
 
 
 def test_another_shape_replaces_the_columns_and_their_features(path: Path, table: DeltaRsTable) -> None:
-    table.land(SHOP, staged(path, "one"), at(0))
-    table.land(NAIVE, staged(path, "two", NAIVE_ROWS, NAIVE), at(5))
-    assert (table.cursor(), table.shape(), content(path)) == (at(5), NAIVE, NAIVE_ROWS)
+    table.commit_load(SHOP, staged(path, "one"), at(0))
+    table.commit_load(NAIVE, staged(path, "two", NAIVE_ROWS, NAIVE), at(5))
+    assert (table.applied_position(), table.schema(), content(path)) == (at(5), NAIVE, NAIVE_ROWS)
     assert "timestampNtz" in (DeltaTable(str(path)).protocol().reader_features or ())
-    table.land(SHOP, staged(path, "three"), at(6))
-    assert (table.cursor(), table.shape(), content(path)) == (at(6), SHOP, ROWS)
+    table.commit_load(SHOP, staged(path, "three"), at(6))
+    assert (table.applied_position(), table.schema(), content(path)) == (at(6), SHOP, ROWS)
     for version in range(DeltaTable(str(path)).version() + 1):
         assert "tailrace" in actions(path, "commitInfo", version)[0]
 
@@ -173,38 +173,38 @@ def test_another_shape_replaces_the_columns_and_their_features(path: Path, table
 def test_dying_after_the_feature_leaves_the_old_table(
     path: Path, table: DeltaRsTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table.land(SHOP, staged(path, "one"), at(0))
+    table.commit_load(SHOP, staged(path, "one"), at(0))
     files = staged(path, "two", NAIVE_ROWS, NAIVE)
     at_the_commit(monkeypatch, die, turn=2)
     with pytest.raises(Died):
-        table.land(NAIVE, files, at(5))
+        table.commit_load(NAIVE, files, at(5))
     assert DeltaTable(str(path)).version() == 1
-    assert (table.cursor(), table.shape(), content(path)) == (at(0), SHOP, ROWS)
-    assert table.land(NAIVE, files, at(5)) == 1
-    assert (table.cursor(), content(path)) == (at(5), NAIVE_ROWS)
+    assert (table.applied_position(), table.schema(), content(path)) == (at(0), SHOP, ROWS)
+    assert table.commit_load(NAIVE, files, at(5)) == 1
+    assert (table.applied_position(), content(path)) == (at(5), NAIVE_ROWS)
 
 
 def test_the_feature_does_not_bless_what_others_wrote(
     path: Path, table: DeltaRsTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table.land(SHOP, staged(path, "one"), at(0))
+    table.commit_load(SHOP, staged(path, "one"), at(0))
     write_deltalake(str(path), pa.Table.from_batches(record_batches(SHOP, ROWS[:1])), mode="append")
     files = staged(path, "two", NAIVE_ROWS, NAIVE)
     at_the_commit(monkeypatch, die, turn=2)
     with pytest.raises(Died):
-        table.land(NAIVE, files, at(5))
+        table.commit_load(NAIVE, files, at(5))
     with pytest.raises(ForeignWrite):
-        table.cursor()
-    table.land(NAIVE, files, at(5))
-    assert (table.cursor(), content(path)) == (at(5), NAIVE_ROWS)
+        table.applied_position()
+    table.commit_load(NAIVE, files, at(5))
+    assert (table.applied_position(), content(path)) == (at(5), NAIVE_ROWS)
 
 
 def test_a_table_that_others_changed_is_ours_again(path: Path, table: DeltaRsTable) -> None:
-    table.land(SHOP, staged(path, "one"), at(0))
+    table.commit_load(SHOP, staged(path, "one"), at(0))
     write_deltalake(str(path), pa.Table.from_batches(record_batches(SHOP, ROWS[:1])), mode="append")
     table.refuse_foreign(SHOP.table)
-    table.land(SHOP, staged(path, "two"), at(5))
-    assert (table.cursor(), content(path)) == (at(5), ROWS)
+    table.commit_load(SHOP, staged(path, "two"), at(5))
+    assert (table.applied_position(), content(path)) == (at(5), ROWS)
 
 
 # --- refusing ----------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_a_table_that_is_not_ours_is_refused(path: Path, table: DeltaRsTable) ->
     table.refuse_foreign(SHOP.table)
     write_deltalake(str(path), pa.table({"id": [1]}))
     files = staged(path, "one")
-    for use in (lambda: table.land(SHOP, files, at(0)), lambda: table.refuse_foreign(SHOP.table)):
+    for use in (lambda: table.commit_load(SHOP, files, at(0)), lambda: table.refuse_foreign(SHOP.table)):
         with pytest.raises(ForeignWrite, match="did not make"):
             use()
     assert (content(path), discard(path, "one")) == ([{"id": 1}], 1)
@@ -226,7 +226,7 @@ def test_a_table_made_meanwhile_is_not_overwritten(
     files = staged(path, "one")
     at_the_commit(monkeypatch, lambda: write_deltalake(str(path), pa.table({"id": [1]})))
     with pytest.raises(ForeignWrite, match="at the same time"):
-        table.land(SHOP, files, at(0))
+        table.commit_load(SHOP, files, at(0))
     assert (DeltaTable(str(path)).version(), content(path)) == (0, [{"id": 1}])
 
 
@@ -234,11 +234,11 @@ def test_a_table_made_meanwhile_is_not_overwritten(
 def test_a_commit_made_meanwhile_fails_ours(
     path: Path, table: DeltaRsTable, monkeypatch: pytest.MonkeyPatch, schema: TableSchema
 ) -> None:
-    table.land(SHOP, staged(path, "one"), at(0))
+    table.commit_load(SHOP, staged(path, "one"), at(0))
     extra = pa.Table.from_batches(record_batches(SHOP, [{"id": 9}]))
     at_the_commit(monkeypatch, lambda: write_deltalake(str(path), extra, mode="append"))
     with pytest.raises(ForeignWrite, match="at the same time"):
-        table.land(schema, [], at(5))
+        table.commit_load(schema, [], at(5))
     assert (DeltaTable(str(path)).version(), len(content(path))) == (1, 6)
 
 
@@ -249,9 +249,9 @@ def test_a_staged_file_that_is_not_there_any_more_is_refused(
     files = [*staged(path, "one-1"), *staged(path, "one-2", [{"id": 9}])]
     loss(path / files[1].path)
     with pytest.raises(TableUnusable, match="part-one-2-000") as refused:
-        table.land(SHOP, files, at(0))
+        table.commit_load(SHOP, files, at(0))
     assert refused.value.hint
-    assert table.cursor() is None
+    assert table.applied_position() is None
 
 
 def test_a_crash_before_the_commit_leaves_only_strays(
@@ -260,8 +260,8 @@ def test_a_crash_before_the_commit_leaves_only_strays(
     files = [*staged(path, "one-1", ROWS[:2]), *staged(path, "one-2", ROWS[2:])]
     at_the_commit(monkeypatch, die)
     with pytest.raises(Died):
-        table.land(SHOP, files, at(0))
-    assert (table.cursor(), table.rows()) == (None, 0)
+        table.commit_load(SHOP, files, at(0))
+    assert (table.applied_position(), table.rows()) == (None, 0)
     assert discard(path, "one") == 2
     assert [entry.name for entry in path.iterdir() if entry.name != "_delta_log"] == []
     assert table.load(SHOP, record_batches(SHOP, ROWS), at(0)) == 5
@@ -271,10 +271,10 @@ def test_a_load_that_is_refused_leaves_no_strays(
     path: Path, table: DeltaRsTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table.load(SHOP, record_batches(SHOP, ROWS), at(0))
-    at_the_commit(monkeypatch, lambda: DeltaRsTable(path, LOG).land(SHOP, [], at(1)))
+    at_the_commit(monkeypatch, lambda: DeltaRsTable(path, LOG).commit_load(SHOP, [], at(1)))
     with pytest.raises(ForeignWrite):
         table.load(SHOP, record_batches(SHOP, ROWS), at(5))
-    assert (table.cursor(), len(list(path.glob("*.parquet")))) == (at(1), 1)
+    assert (table.applied_position(), len(list(path.glob("*.parquet")))) == (at(1), 1)
 
 
 def test_a_landed_commit_is_on_disk(path: Path, table: DeltaRsTable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,8 +286,8 @@ def test_a_landed_commit_is_on_disk(path: Path, table: DeltaRsTable, monkeypatch
         synced.add(os.fstat(handle).st_ino)
 
     monkeypatch.setattr(os, "fsync", noted)
-    table.land(SHOP, staged(path, "one"), at(0))
-    table.land(NAIVE, staged(path, "two", NAIVE_ROWS, NAIVE), at(1))
+    table.commit_load(SHOP, staged(path, "one"), at(0))
+    table.commit_load(NAIVE, staged(path, "two", NAIVE_ROWS, NAIVE), at(1))
     log = path / "_delta_log"
     assert len(list(log.glob("*.json"))) == 3
     for entry in (path, log, *log.glob("*.json"), *path.glob("*.parquet")):

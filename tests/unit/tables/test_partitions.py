@@ -21,22 +21,22 @@ from deltalake import DeltaTable
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import Column
 from tailrace.tables import staging
-from tailrace.tables.compaction_plan import Upkeep, remove_files
+from tailrace.tables.compaction_plan import UpkeepPlan, remove_files
 from tailrace.tables.delta.commit_log import actions_of, file_names
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.evolve.schema_plan import Recast
-from tailrace.tables.spec import PLAIN, Form, TableMode
+from tailrace.tables.spec import PLAIN_MIRROR, TableMode, TableSpec
 from tailrace.tables.staging import discard, stage
 from tests.support.changes import KEYLESS, SHOP, delete, insert, record_batches, table_schema, truncate, update
 from tests.support.forms import Formed, again, ordered, tx
 
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
-MIRROR = Form(partition_by=("name",))
-HISTORY = Form(mode=TableMode.HISTORY, partition_by=("name",))
+MIRROR = TableSpec(partition_by=("name",))
+HISTORY = TableSpec(mode=TableMode.HISTORY, partition_by=("name",))
 ROWS = [{"id": i, "name": f"n {i % 2}", "big": f"large {i}", "n": i} for i in (1, 2, 3)]
 
 
-def opened(path: Path, form: Form) -> DeltaRsTable:
+def opened(path: Path, form: TableSpec) -> DeltaRsTable:
     return DeltaRsTable(path, LOG, form)
 
 
@@ -83,12 +83,12 @@ def test_what_a_load_has_staged_is_removed_by_its_name(tmp_path: Path) -> None:
     path, by = tmp_path / "t", ("name", "n")
     stage(path, "one-a", SHOP, record_batches(SHOP, ROWS), by)
     stage(path, "two-a", SHOP, record_batches(SHOP, ROWS), by)
-    assert opened(path, MIRROR).cursor() is None, "folders of partitions are no table, and in nobody's way"
+    assert opened(path, MIRROR).applied_position() is None, "folders of partitions are no table, and in nobody's way"
     assert discard(path, "one") == 3
     assert {file.name[:9] for file in path.rglob("*.parquet")} == {"part-two-"}
     (path / "name=n%200" / "n=2" / "notes.txt").write_text("mine")
     with pytest.raises(TableUnusable, match="not a Delta table"):
-        opened(path, MIRROR).cursor()
+        opened(path, MIRROR).applied_position()
 
 
 # --- files that Spark has named ----------------------------------------------------------------------------
@@ -130,14 +130,14 @@ def assert_taken_out_as_put_in(folder: Path, partition_by: Sequence[str]) -> Non
     assert sorted(map(unquote, live)) == sorted(file_names(DeltaTable(str(folder))))
 
 
-def odd(tmp_path: Path, form: Form = MIRROR, rows: Any = ODD, schema: Any = SHOP) -> Formed:
+def odd(tmp_path: Path, form: TableSpec = MIRROR, rows: Any = ODD, schema: Any = SHOP) -> Formed:
     table = Formed(opened(tmp_path / "t", form), form, tmp_path / "t", schema, rows)
     name_as_spark_does(table.folder)
     assert not all(map(str.isascii, files(table)))
     return table
 
 
-def _loaded(table: Formed, form: Form) -> None:
+def _loaded(table: Formed, form: TableSpec) -> None:
     Formed(opened(table.folder, form), form, table.folder, rows=ODD[:2])
 
 
@@ -152,7 +152,7 @@ STEPS: dict[str, tuple[Callable[[Formed], object], list[tuple[int, str]]]] = {
     "delete": (lambda table: table.apply(tx(1, delete(2))), [(1, "x")]),
     "truncate": (lambda table: table.apply(tx(1, truncate(), insert(1, name="水", big="q"))), [(1, "q")]),
     "load": (lambda table: _loaded(table, MIRROR), [(1, "x"), (2, "y")]),
-    "another form": (lambda table: _loaded(table, PLAIN), [(1, "x"), (2, "y")]),
+    "another form": (lambda table: _loaded(table, PLAIN_MIRROR), [(1, "x"), (2, "y")]),
     "evolve": (_evolved, [(1, "x"), (2, "y")]),
     "refresh": (lambda table: again(table, [ODD[0] | {"big": "other"}], "again", 2000), [(1, "other")]),
 }  # fmt: skip
@@ -176,7 +176,9 @@ def test_a_history_and_a_table_without_a_key_find_their_files(tmp_path: Path) ->
     history = odd(tmp_path / "h", HISTORY)
     history.apply(tx(2000, update(1, name="é b", big="new", n=9)), tx(3000, delete(3)))
     assert history.tuples("id", "big", "_current")[:2] == [(1, "new", True), (1, "x", False)]
-    keyless = odd(tmp_path / "k", Form(partition_by=("b",)), [{"a": 1, "b": "é"}] * 2 + [{"a": 2, "b": "ü"}], KEYLESS)
+    keyless = odd(
+        tmp_path / "k", TableSpec(partition_by=("b",)), [{"a": 1, "b": "é"}] * 2 + [{"a": 2, "b": "ü"}], KEYLESS
+    )
     keyless.apply(tx(1, delete({"a": 1}, b="é")))
     assert keyless.content() == [{"a": 1, "b": "é"}, {"a": 2, "b": "ü"}]
     for table in (history, keyless):
@@ -189,10 +191,10 @@ def test_files_that_spark_has_named_are_joined_and_removed(tmp_path: Path) -> No
         table.apply(tx(1, insert(10 + n, name="é b")))
     name_as_spark_does(table.folder)
     before, old = table.content(), files(table)
-    tended = table.table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=None), table.cursor(table.seq))
-    assert (tended.joined, tended.made) == (10, 1)
+    tended = table.table.compact(UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=None), table.cursor(table.seq))
+    assert (tended.files_compacted, tended.files_written) == (10, 1)
     assert_taken_out_as_put_in(table.folder, ("name",))
     state = opened(table.folder, MIRROR).opened()
-    assert remove_files(table.folder, state.table, 0, state.position.properties()) == 10
+    assert remove_files(table.folder, state.table, 0, state.commit_record.properties()) == 10
     assert {name for name in old if (table.folder / name).exists()} == {*old} & {*files(table)}
     assert table.content() == before

@@ -15,7 +15,7 @@ from tailrace.errors import TableUnusable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.tables.delta.table import DeltaRsTable
-from tailrace.tables.port import Cursor
+from tailrace.tables.port import AppliedPosition
 from tailrace.tables.table_paths import table_path
 from tests.support.changes import SHOP, record_batches
 
@@ -79,7 +79,9 @@ def test_a_name_that_delta_rs_cannot_use_is_written_in_the_lake_all_the_same(
 ) -> None:
     lake = tmp_path / "lake"
     path = table_path(lake, table, template)
-    DeltaRsTable(path, "a-log").load(SHOP, record_batches(SHOP, [{"id": 1}]), Cursor(seq=0, commit=0, position=Lsn(1)))
+    DeltaRsTable(path, "a-log").load(
+        SHOP, record_batches(SHOP, [{"id": 1}]), AppliedPosition(seq=0, commit=0, position=Lsn(1))
+    )
     assert path.resolve().is_relative_to(lake)
     assert [entry.name for entry in tmp_path.iterdir()] == ["lake"]
     assert pa.table(DeltaTable(str(path.resolve())).scan()).column("id").to_pylist() == [1]

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 from tailrace.capture.postgres import values
-from tailrace.deadletters.conversion import at_rest, refit
+from tailrace.deadletters.conversion import convert_rows, convert_rows_at_rest
 from tailrace.model import change
-from tailrace.model.change import unfit_by_rule
+from tailrace.model.change import rule_failure_text
 from tailrace.model.schema import Column, TableSchema
 from tests.support.changes import Change, changes, insert, table_schema, update
 
@@ -26,7 +26,7 @@ def to(kind: pa.DataType, schema: TableSchema = OLD) -> TableSchema:
 
 
 def value_of(column: Column, text: str) -> pa.Scalar | None:
-    return values.value_of(text, column.type)
+    return values.parse_value(text, column.type)
 
 
 def whole(schema: TableSchema, *rows: Change) -> pa.Table:
@@ -40,10 +40,10 @@ def whole(schema: TableSchema, *rows: Change) -> pa.Table:
 
 def refitted(new: TableSchema, *rows: Change, old: TableSchema = OLD, **more: Any) -> tuple[list[Any], list[Any], Any]:
     """The values of `v`, what of them does not fit, and the rows that are held back."""
-    made = refit(old, new, whole(old, *rows), value_of, **more)
+    made = convert_rows(old, new, whole(old, *rows), value_of, **more)
     assert made.changes.schema.equals(new.change_schema())
     found = made.changes.column("v") if "v" in new.names else made.changes.column("id")
-    return found.cast(pa.string()).to_pylist(), made.changes.column(change.UNFIT).to_pylist(), made.stuck
+    return found.cast(pa.string()).to_pylist(), made.changes.column(change.UNFIT).to_pylist(), made.blocked
 
 
 def bad(key: int, text: str) -> Change:
@@ -56,7 +56,7 @@ def bad(key: int, text: str) -> Change:
 def test_a_text_is_read_as_the_type_of_now_and_what_fitted_stays_what_it_was(
     kind: pa.DataType, found: list[Any]
 ) -> None:
-    rule = unfit_by_rule("hash", "no key")
+    rule = rule_failure_text("hash", "no key")
     values_now, unfit, stuck = refitted(to(kind), bad(1, "NaN"), bad(2, rule), insert(3, v=Decimal("1.50")))
     assert (values_now, stuck) == (found, {})
     left = [{"column": "v", "text": "NaN"}]
@@ -70,7 +70,7 @@ def test_a_value_that_the_new_type_may_not_hold_holds_its_row_back() -> None:
 
 def test_a_time_that_no_program_of_ours_can_show_is_read_all_the_same() -> None:
     old = to(pa.int64())
-    made = refit(old, to(pa.timestamp("us")), whole(old, bad(1, "200000-01-01 00:00:00")), value_of)
+    made = convert_rows(old, to(pa.timestamp("us")), whole(old, bad(1, "200000-01-01 00:00:00")), value_of)
     micros = made.changes.column("v").cast(pa.int64()).to_pylist()
     assert micros == [int(np.datetime64("200000-01-01", "us").astype(np.int64))]
 
@@ -94,11 +94,11 @@ def test_a_column_that_went_holds_back_only_where_the_table_keeps_it() -> None:
 
 def test_what_did_not_come_is_said_of_columns_that_are_there() -> None:
     gone = replace(OLD, columns=OLD.columns[:2])
-    made = refit(OLD, gone, whole(OLD, update(1, unchanged=("t", "v")), update(2, unchanged=("t",))), value_of)
+    made = convert_rows(OLD, gone, whole(OLD, update(1, unchanged=("t", "v")), update(2, unchanged=("t",))), value_of)
     assert made.changes.column(change.UNCHANGED).to_pylist() == [["v"], None]
 
 
 def test_rows_at_rest_are_not_guessed_where_nothing_is_known_of_them() -> None:
     some = whole(OLD, insert(1))
-    assert at_rest(OLD, OLD, some, value_of) is some
-    assert at_rest(OLD, to(pa.decimal128(12, 2)), some, value_of) is None
+    assert convert_rows_at_rest(OLD, OLD, some, value_of) is some
+    assert convert_rows_at_rest(OLD, to(pa.decimal128(12, 2)), some, value_of) is None

@@ -19,7 +19,7 @@ from tailrace import failpoints
 from tailrace.errors import ForeignWrite, SchemaChanged, TableUnusable, Unsupported
 from tailrace.model.position import Lsn
 from tailrace.tables.fold.fold import fold
-from tailrace.tables.port import Applied, Cursor
+from tailrace.tables.port import AppliedPosition, WriteResult
 from tailrace.tables.staging import StagedFile, stage
 from tests.support import others
 from tests.support.changes import KEYLESS, SHOP, changes, delete, record_batches, table_schema, update
@@ -40,8 +40,8 @@ KEYED = table_schema({"v": pa.float64(), "a": pa.float64(), "b": pa.string(), "l
 KEYS = replace(KEYED, columns=tuple(column for column in KEYED.columns if column.name in KEYED.key))
 
 
-def at(seq: int) -> Cursor:
-    return Cursor(seq=seq, commit=seq // 10, position=Lsn(seq * 16))
+def at(seq: int) -> AppliedPosition:
+    return AppliedPosition(seq=seq, commit=seq // 10, position=Lsn(seq * 16))
 
 
 def row(key: int, value: Any = None) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Lake:
     def __init__(self, folder: Path, files: Sequence[Sequence[dict[str, Any]]], schema: Any = SHOP) -> None:
         self.path, self.schema, self._count = folder / "t", schema, 0
         self.table = open_table(self.path, LOG)
-        self.table.land(schema, [file for rows in files for file in self.stage(rows)], at(0))
+        self.table.commit_load(schema, [file for rows in files for file in self.stage(rows)], at(0))
 
     def stage(self, rows: Sequence[dict[str, Any]], schema: Any = None) -> tuple[StagedFile, ...]:
         self._count += 1
@@ -62,9 +62,9 @@ class Lake:
         name, given = f"s{self._count:03d}", record_batches(used, rows)
         return stage(staging(self.path), name, used, given, numbered=IS_ICEBERG)
 
-    def refresh(self, rows: Sequence[dict[str, Any]], upto: int = 10, keys: Any = None) -> Applied:
+    def refresh(self, rows: Sequence[dict[str, Any]], upto: int = 10, keys: Any = None) -> WriteResult:
         listed = None if keys is None else self.stage(keys, KEYS if self.schema is KEYED else ID)
-        return self.table.refresh(self.schema, self.stage(rows), at(0), at(upto), keys=listed)
+        return self.table.merge_load(self.schema, self.stage(rows), at(0), at(upto), keys=listed)
 
     def content(self) -> list[str]:
         rows = rows_of(self.path).to_pylist()
@@ -91,11 +91,11 @@ def test_only_the_files_in_which_a_row_differs_are_written(lake: Lake) -> None:
     before = lake.table.files()
     wanted = [row(13, "new") if r["id"] == 13 else r for r in ALL if r["id"] != 27] + [row(77), row(78)]
     applied = lake.refresh(wanted[::-1])
-    assert (applied.committed, applied.cursor, applied.upserted, applied.deleted) == (True, at(10), 3, 1)
+    assert (applied.committed, applied.applied_position, applied.upserted, applied.deleted) == (True, at(10), 3, 1)
     assert lake.content() == sorted(map(str, wanted))
     after = lake.table.files()
     assert [name for name in before if name in after] == (before if STRUCK_OUT else [before[0], before[3], before[4]])
-    assert (lake.version, lake.table.cursor(), lake.table.rows()) == (1, at(10), 51)
+    assert (lake.version, lake.table.applied_position(), lake.table.rows()) == (1, at(10), 51)
 
 
 def test_new_rows_alone_leave_every_file_alone(lake: Lake) -> None:
@@ -106,7 +106,7 @@ def test_new_rows_alone_leave_every_file_alone(lake: Lake) -> None:
 
 def test_nothing_staged_empties_the_table(lake: Lake) -> None:
     assert lake.refresh([]).deleted == 50
-    assert (lake.content(), lake.table.cursor()) == ([], at(10))
+    assert (lake.content(), lake.table.applied_position()) == ([], at(10))
     assert IS_ICEBERG or lake.table.files() == [], "Iceberg strikes rows out where they lie"
 
 
@@ -132,34 +132,34 @@ def test_a_staged_row_whose_key_is_not_listed_stays(lake: Lake) -> None:
 
 def test_rows_that_do_not_differ_make_no_commit_unless_the_position_moves(lake: Lake) -> None:
     before = lake.table.files()
-    assert lake.refresh(ALL, upto=0) == Applied(committed=False, cursor=at(0))
+    assert lake.refresh(ALL, upto=0) == WriteResult(committed=False, applied_position=at(0))
     assert lake.version == 0
-    assert lake.refresh(ALL, upto=10) == Applied(committed=True, cursor=at(10))
-    assert (lake.version, lake.table.cursor(), sorted(lake.table.files())) == (1, at(10), sorted(before))
+    assert lake.refresh(ALL, upto=10) == WriteResult(committed=True, applied_position=at(10))
+    assert (lake.version, lake.table.applied_position(), sorted(lake.table.files())) == (1, at(10), sorted(before))
 
 
 def test_rows_may_change_where_the_position_stays(lake: Lake) -> None:
     assert lake.refresh(ALL[:5], upto=0).deleted == 45
-    assert (lake.table.cursor(), lake.version, lake.table.rows()) == (at(0), 1, 5)
+    assert (lake.table.applied_position(), lake.version, lake.table.rows()) == (at(0), 1, 5)
 
 
 def test_a_refresh_that_is_repeated_does_nothing(lake: Lake) -> None:
     files = lake.stage(ALL[:5])
-    assert lake.table.refresh(SHOP, files, at(0), at(10)).committed
-    again = lake.table.refresh(SHOP, files, at(0), at(10))
-    assert (again, lake.version) == (Applied(committed=False, cursor=at(10)), 1)
+    assert lake.table.merge_load(SHOP, files, at(0), at(10)).committed
+    again = lake.table.merge_load(SHOP, files, at(0), at(10))
+    assert (again, lake.version) == (WriteResult(committed=False, applied_position=at(10)), 1)
 
 
 def test_the_staged_files_stay_apart_from_the_table(lake: Lake) -> None:
     files = lake.stage([row(1)])
-    lake.table.refresh(SHOP, files, at(0), at(10))
+    lake.table.merge_load(SHOP, files, at(0), at(10))
     assert files[0].path not in lake.table.files()
     assert (staging(lake.path) / files[0].path).exists()
 
 
 @not_spark  # a merge does not tell copies apart
 def test_a_row_that_stands_twice_in_the_table_is_mended(lake: Lake) -> None:
-    lake.table.land(SHOP, [*lake.stage(ALL), *lake.stage([ALL[3]]), *lake.stage([ALL[4], ALL[4]])], at(0))
+    lake.table.commit_load(SHOP, [*lake.stage(ALL), *lake.stage([ALL[3]]), *lake.stage([ALL[4], ALL[4]])], at(0))
     lake.refresh(ALL)
     assert lake.content() == sorted(map(str, ALL))
 
@@ -169,8 +169,8 @@ def test_rows_that_were_merged_are_compared_as_any(lake: Lake) -> None:
     lake.table.apply(SHOP, folded, at(0), at(5))
     expected = lake.content()
     rows = rows_of(lake.path).to_pylist()
-    assert not lake.table.refresh(SHOP, lake.stage(rows), at(5), at(5)).committed
-    applied = lake.table.refresh(SHOP, lake.stage(ALL), at(5), at(6))
+    assert not lake.table.merge_load(SHOP, lake.stage(rows), at(5), at(5)).committed
+    applied = lake.table.merge_load(SHOP, lake.stage(ALL), at(5), at(6))
     assert (applied.upserted, applied.deleted) == (3, 0)
     assert lake.content() == sorted(map(str, ALL)) != expected
 
@@ -181,11 +181,11 @@ def test_a_table_that_went_on_meanwhile_is_refreshed_to_where_the_rows_are_from_
     changed = fold(SHOP, changes(SHOP, update(3, big="new", name=None, n=None), first=11))
     lake.table.apply(SHOP, changed, at(0), at(20))
     staged = lake.stage([*ALL, row(99)])
-    assert lake.table.refresh(SHOP, staged, at(20), at(10)).committed
-    assert (lake.table.cursor(), lake.content()) == (at(10), sorted(map(str, [*ALL, row(99)])))
+    assert lake.table.merge_load(SHOP, staged, at(20), at(10)).committed
+    assert (lake.table.applied_position(), lake.content()) == (at(10), sorted(map(str, [*ALL, row(99)])))
     for upto in (15, 20):
         lake.table.apply(SHOP, changed, at(10 if upto == 15 else 15), at(upto))
-        assert lake.table.cursor() == at(upto)
+        assert lake.table.applied_position() == at(upto)
     assert str(row(3, "new")) in lake.content()
 
 
@@ -196,7 +196,7 @@ def test_the_commit_names_what_goes_and_carries_the_position(lake: Lake) -> None
     actions = [json.loads(line) for line in lines]
     (gone,) = [action["remove"] for action in actions if "remove" in action]
     assert (gone["path"], gone["dataChange"], gone["size"] > 0) == ("part-s005-000.parquet", True, True)
-    assert (lake.table.version(), lake.table.cursor()) == (1, at(10))
+    assert (lake.table.version(), lake.table.applied_position()) == (1, at(10))
 
 
 # --- refusing ----------------------------------------------------------------------------------------------
@@ -204,18 +204,18 @@ def test_the_commit_names_what_goes_and_carries_the_position(lake: Lake) -> None
 
 def test_a_table_that_is_elsewhere_is_refused(lake: Lake) -> None:
     with pytest.raises(ForeignWrite, match="starts from"):
-        lake.table.refresh(SHOP, lake.stage(ALL[:1]), at(5), at(10))
+        lake.table.merge_load(SHOP, lake.stage(ALL[:1]), at(5), at(10))
     assert lake.version == 0
 
 
 def test_other_columns_and_tables_without_a_key_are_refused(lake: Lake, tmp_path: Path) -> None:
     other = table_schema({"id": pa.int64()})
     with pytest.raises(SchemaChanged):
-        lake.table.refresh(other, [], at(0), at(10))
+        lake.table.merge_load(other, [], at(0), at(10))
     with pytest.raises(Unsupported):
         Lake(tmp_path / "k", [], KEYLESS).refresh([])
     with pytest.raises(TableUnusable, match="no table here to go on from"):
-        open_table(tmp_path / "new", LOG).refresh(SHOP, [], at(0), at(10))
+        open_table(tmp_path / "new", LOG).merge_load(SHOP, [], at(0), at(10))
 
 
 def test_a_commit_made_meanwhile_fails_ours_and_no_strays_are_left(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_a_commit_made_meanwhile_fails_ours_and_no_strays_are_left(lake: Lake, m
 
     monkeypatch.setattr(failpoints, "hit", hit)
     with pytest.raises(ForeignWrite, match="at the same time"):
-        lake.table.refresh(SHOP, files, at(0), at(10))
+        lake.table.merge_load(SHOP, files, at(0), at(10))
     assert (lake.version, lake.content()) == (1, sorted(2 * [str(row) for row in ALL]))
     # What an Iceberg table was to get is left to whoever removes its orphans.
     assert IS_ICEBERG or len(set(lake.path.rglob("*.parquet")) - present) == 1
@@ -240,7 +240,7 @@ def test_a_staged_file_that_is_gone_or_damaged_is_an_error_and_commits_nothing(l
     (staging(lake.path) / damaged[0].path).write_bytes(b"PAR1 nonsense PAR1")
     for files in (gone, damaged):
         with pytest.raises(TableUnusable):
-            lake.table.refresh(SHOP, files, at(0), at(10))
+            lake.table.merge_load(SHOP, files, at(0), at(10))
     assert lake.version == 0
 
 

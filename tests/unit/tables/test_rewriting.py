@@ -19,7 +19,7 @@ from tailrace.tables import staging
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.evolve.schema_plan import Recast
 from tailrace.tables.fold.fold import fold
-from tailrace.tables.port import Cursor
+from tailrace.tables.port import AppliedPosition
 from tailrace.tables.staging import stage
 from tests.support.changes import SHOP, Change, changes, delete, insert, record_batches, table_schema, truncate, update
 
@@ -29,8 +29,8 @@ TEXT_KEYS = table_schema({"id": pa.string(), "big": pa.string()})
 ODD = table_schema({"id": pa.int64(), "a.b": pa.int64(), "a": pa.float64(), "lists": pa.list_(pa.string())})
 
 
-def at(seq: int) -> Cursor:
-    return Cursor(seq=seq, commit=seq // 10, position=Lsn(seq * 16))
+def at(seq: int) -> AppliedPosition:
+    return AppliedPosition(seq=seq, commit=seq // 10, position=Lsn(seq * 16))
 
 
 class Lake:
@@ -39,7 +39,7 @@ class Lake:
     def __init__(self, path: Path, schema: TableSchema = SHOP) -> None:
         self.path, self.schema, self.table, self.seq = path, schema, DeltaRsTable(path, LOG), 0
         self.first = [self._stage(low) for low in (1, 11, 21)]
-        self.table.land(schema, [file for files in self.first for file in files], at(0))
+        self.table.commit_load(schema, [file for files in self.first for file in files], at(0))
         self.names = [files[0].path for files in self.first]
 
     def _stage(self, low: int) -> Any:
@@ -96,7 +96,7 @@ def test_a_key_between_the_bounds_that_no_row_has_changes_nothing(lake: Lake) ->
     before = lake.files()
     lake.apply(delete(12))
     assert lake.files() == before
-    assert lake.table.cursor() == at(2)
+    assert lake.table.applied_position() == at(2)
 
 
 def test_rows_that_come_in_go_along_with_the_smallest_file_that_is_written(lake: Lake) -> None:
@@ -134,7 +134,7 @@ def test_a_failure_in_the_second_file_leaves_nothing_of_the_first(lake: Lake) ->
     with pytest.raises(TableUnusable):
         lake.apply(update(1, big="x"), update(25, big="x"))
     assert sorted(path.name for path in lake.path.iterdir()) == before
-    assert lake.table.cursor() == at(0)
+    assert lake.table.applied_position() == at(0)
 
 
 def test_keys_of_text_are_found(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.deadletters.keyed import Sifted
-from tailrace.deadletters.keyless import DeadImages, sift_each, sift_images
+from tailrace.deadletters.keyed import SplitResult
+from tailrace.deadletters.keyless import DeadLetterImages, split_rejects_keyless, split_rejects_of_append
 from tailrace.errors import ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
@@ -48,12 +48,12 @@ def sent(row: Change) -> Change:
     )
 
 
-def open_letters(*rows: Change, schema: TableSchema = KEYLESS, first: int = 100) -> DeadImages:
-    return DeadImages.of(KEYLESS, [(schema, completed(*rows, schema=schema, first=first))])
+def open_letters(*rows: Change, schema: TableSchema = KEYLESS, first: int = 100) -> DeadLetterImages:
+    return DeadLetterImages.of(KEYLESS, [(schema, completed(*rows, schema=schema, first=first))])
 
 
-def sifted(*rows: Change, dead: DeadImages | None = None) -> Sifted:
-    return sift_images(KEYLESS, completed(*rows), dead or open_letters(), {})
+def sifted(*rows: Change, dead: DeadLetterImages | None = None) -> SplitResult:
+    return split_rejects_keyless(KEYLESS, completed(*rows), dead or open_letters(), {})
 
 
 def seqs(table: pa.Table) -> list[int]:
@@ -64,7 +64,7 @@ def seqs(table: pa.Table) -> list[int]:
 def test_an_update_to_a_row_that_does_not_fit_takes_the_old_row_away_and_is_the_letter_of_the_new_one() -> None:
     found = sifted(update({}, before={"a": 1, "b": "x"}, a=1, b=BAD))
     assert [(row["_op"], row["a"], row["b"]) for row in found.changes.to_pylist()] == [("delete", 1, "x")]
-    (letter,) = found.letters.to_pylist()
+    (letter,) = found.dead_letters.to_pylist()
     assert (letter["_op"], letter["a"], letter["_unfit"][0]["column"]) == ("insert", 1, "b")
     assert isinstance(found.causes[0], ValueUnfit)
 
@@ -73,21 +73,21 @@ def test_an_update_of_a_row_that_did_not_fit_clears_its_letter_and_takes_no_row_
     dead = open_letters(insert({"a": 1}, b=BAD))
     found = sifted(update({}, before={"a": 1, "b": BAD}, a=1, b="y"), dead=dead)
     assert [(row["_op"], row["b"], row["_unfit"]) for row in found.changes.to_pylist()] == [("insert", "y", None)]
-    assert (found.cleared.tolist(), found.letters.num_rows) == ([100], 0)
+    assert (found.cleared.tolist(), found.dead_letters.num_rows) == ([100], 0)
 
 
 def test_of_equal_rows_the_oldest_letter_goes_and_one_that_was_dropped_is_not_missed() -> None:
     dead = open_letters(insert({"a": 1}, b=BAD), insert({"a": 1}, b=BAD), insert({"a": 2}, b=BAD))
     found = sifted(delete({"a": 1}, b=BAD), delete({"a": 3}, b=BAD), dead=dead)
-    assert (found.cleared.tolist(), found.letters.num_rows, found.changes.num_rows) == ([100], 0, 0)
+    assert (found.cleared.tolist(), found.dead_letters.num_rows, found.changes.num_rows) == ([100], 0, 0)
 
 
 def test_a_truncate_clears_every_letter_also_those_of_another_shape() -> None:
     other = completed(insert({"a": BAD}), schema=OTHER, first=7)
-    dead = DeadImages.of(KEYLESS, [(OTHER, other), (KEYLESS, completed(insert({"a": 1}, b=BAD), first=9))])
+    dead = DeadLetterImages.of(KEYLESS, [(OTHER, other), (KEYLESS, completed(insert({"a": 1}, b=BAD), first=9))])
     assert sifted(delete({"a": None}, b=BAD), dead=dead).cleared.size == 0
     found = sifted(truncate(), insert({"a": 5}, b=BAD), dead=dead)
-    assert (sorted(found.cleared.tolist()), seqs(found.letters), seqs(found.changes)) == ([7, 9], [1], [0])
+    assert (sorted(found.cleared.tolist()), seqs(found.dead_letters), seqs(found.changes)) == ([7, 9], [1], [0])
 
 
 def test_the_fold_takes_no_image_that_does_not_fit_for_one_with_a_null() -> None:
@@ -99,8 +99,8 @@ def test_the_fold_takes_no_image_that_does_not_fit_for_one_with_a_null() -> None
 
 def test_of_a_table_of_changes_each_that_does_not_fit_is_left_out_whatever_comes_after() -> None:
     told = [insert(1, n=1), update(1, unfit=("n",)), update(1, n=2), delete(1, unfit=("id",)), truncate()]
-    found = sift_each(SHOP, completed(*told, schema=SHOP), {})
-    assert (seqs(found.changes), seqs(found.letters), found.cleared.size) == ([0, 2, 4], [1, 3], 0)
+    found = split_rejects_of_append(SHOP, completed(*told, schema=SHOP), {})
+    assert (seqs(found.changes), seqs(found.dead_letters), found.cleared.size) == ([0, 2, 4], [1, 3], 0)
     assert found.changes.column(change.UNFIT).null_count == 3
 
 
@@ -116,17 +116,17 @@ class Lake:
 
     def __init__(self) -> None:
         self.rows: Counter[tuple[Any, ...]] = Counter()
-        self.letters = DeadImages.of(KEYLESS, [])
+        self.letters = DeadLetterImages.of(KEYLESS, [])
 
     def take(self, batch: pa.Table) -> None:
-        found = sift_images(KEYLESS, batch, self.letters, {})
+        found = split_rejects_keyless(KEYLESS, batch, self.letters, {})
         result = fold(KEYLESS, found.changes)
         self.rows = Counter() if result.truncated else self.rows
         for row in result.rows.to_pylist():
             self.rows[(row["c0"], row["c1"])] += row["copies"]
         before = self.letters.changes
         stay = before.filter(pa.array(~np.isin(before.column(change.SEQ).to_numpy(), found.cleared)))
-        self.letters = DeadImages.of(KEYLESS, [(KEYLESS, stay), (KEYLESS, found.letters)])
+        self.letters = DeadLetterImages.of(KEYLESS, [(KEYLESS, stay), (KEYLESS, found.dead_letters)])
 
 
 @settings(max_examples=200, deadline=None)

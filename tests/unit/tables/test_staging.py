@@ -24,7 +24,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.tables import staging
 from tailrace.tables.delta.table import DeltaRsTable
-from tailrace.tables.port import Cursor
+from tailrace.tables.port import AppliedPosition
 from tailrace.tables.staging import StagedFile, discard, stage
 from tailrace.tables.table_paths import table_path
 from tests.support.changes import SHOP, record_batches, table_schema
@@ -45,8 +45,8 @@ FULL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def at(seq: int) -> Cursor:
-    return Cursor(seq=seq, commit=0, position=Lsn(seq))
+def at(seq: int) -> AppliedPosition:
+    return AppliedPosition(seq=seq, commit=0, position=Lsn(seq))
 
 
 def names(folder: Path) -> list[str]:
@@ -244,7 +244,7 @@ def test_many_may_stage_at_once_into_a_folder_that_is_not_there_yet(tmp_path: Pa
     with ThreadPoolExecutor(8) as pool:
         files = [file for made in pool.map(one, range(16)) for file in made]
     assert len(names(tmp_path / "public" / ".tailrace")) == 1
-    assert DeltaRsTable(path, LOG).land(SHOP, files, at(0)) == 16
+    assert DeltaRsTable(path, LOG).commit_load(SHOP, files, at(0)) == 16
     assert sorted(row["id"] for row in pa.table(DeltaTable(str(path.resolve())).scan()).to_pylist()) == list(range(16))
 
 
@@ -254,7 +254,7 @@ def test_many_may_stage_at_once_into_a_folder_that_is_not_there_yet(tmp_path: Pa
 def test_strays_are_no_table_and_are_discarded_by_load(tmp_path: Path) -> None:
     for name in ("one-1", "one-2", "one", "onerous-1", "two-1"):
         stage(tmp_path / "t", name, SHOP, record_batches(SHOP, ROWS))
-    assert DeltaRsTable(tmp_path / "t", LOG).cursor() is None
+    assert DeltaRsTable(tmp_path / "t", LOG).applied_position() is None
     assert discard(tmp_path / "t", "one") == 3
     assert discard(tmp_path / "t", "one") == 0
     assert names(tmp_path / "t") == ["part-onerous-1-000.parquet", "part-two-1-000.parquet"]
@@ -271,7 +271,7 @@ def test_what_the_table_holds_is_never_discarded(tmp_path: Path) -> None:
     table = DeltaRsTable(tmp_path / "t", LOG)
     used = stage(tmp_path / "t", "one-1-0", SHOP, record_batches(SHOP, ROWS))
     stage(tmp_path / "t", "one-1-1", SHOP, record_batches(SHOP, ROWS))
-    table.land(SHOP, used, at(0))
+    table.commit_load(SHOP, used, at(0))
     assert discard(tmp_path / "t", "one") == 1
     assert table.files() == [used[0].path]
     assert len(pa.table(DeltaTable(str(tmp_path / "t")).scan())) == 5
@@ -280,14 +280,14 @@ def test_what_the_table_holds_is_never_discarded(tmp_path: Path) -> None:
 def test_what_an_older_version_holds_is_not_discarded_either(tmp_path: Path) -> None:
     table = DeltaRsTable(tmp_path / "t", LOG)
     for seq, name in enumerate(("one", "two")):
-        table.land(SHOP, stage(tmp_path / "t", name, SHOP, record_batches(SHOP, ROWS)), at(seq))
+        table.commit_load(SHOP, stage(tmp_path / "t", name, SHOP, record_batches(SHOP, ROWS)), at(seq))
     assert discard(tmp_path / "t", "one") == 0
     assert len(pa.table(DeltaTable(str(tmp_path / "t"), version=0).scan())) == 5
 
 
 def test_nothing_is_discarded_from_a_table_that_cannot_be_read(tmp_path: Path) -> None:
     table = DeltaRsTable(tmp_path / "t", LOG)
-    table.land(SHOP, stage(tmp_path / "t", "one", SHOP, record_batches(SHOP, ROWS)), at(0))
+    table.commit_load(SHOP, stage(tmp_path / "t", "one", SHOP, record_batches(SHOP, ROWS)), at(0))
     (tmp_path / "t" / "_delta_log" / f"{0:020d}.json").write_text("garbage")
     with pytest.raises(TableUnusable):
         discard(tmp_path / "t", "one")

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from tailrace.model.position import Lsn
 from tailrace.tables.delta.table import DeltaRsTable
-from tailrace.tables.port import Cursor
+from tailrace.tables.port import AppliedPosition
 from tailrace.tables.staging import StagedFile, stage
 from tests.support.changes import record_batches, table_schema
 
-START = Cursor(seq=0, commit=0, position=Lsn(1))
+START = AppliedPosition(seq=0, commit=0, position=Lsn(1))
 EPOCH = datetime(1970, 1, 1)
 PLAIN = pa.timestamp("us")
 ZONED = pa.timestamp("us", "UTC")
@@ -166,7 +166,7 @@ def test_a_scan_with_a_condition_finds_what_a_whole_scan_does(name: str, data: s
         for n, file in enumerate(files):
             rows = [{"id": n * 10 + i, "v": value} for i, value in enumerate(file)]
             staged += stage(Path(folder) / "t", f"p{n}", schema, record_batches(schema, rows))
-        DeltaRsTable(Path(folder) / "t", "log").land(schema, staged, START)
+        DeltaRsTable(Path(folder) / "t", "log").commit_load(schema, staged, START)
         table = DeltaTable(f"{folder}/t")
         # Nothing can be skipped by a condition on something that has no statistics.
         for sign in ("=", "<", "<=", ">", ">="):

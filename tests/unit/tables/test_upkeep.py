@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.tables.compaction_plan import FILES_MIN, STEPS, TELLING_ROWS_MIN, rows_per_file, to_join
+from tailrace.tables.compaction_plan import FILES_MIN, STEPS, TELLING_ROWS_MIN, files_to_compact, rows_per_file
 from tailrace.tables.delta.table import DeltaRsTable
 from tests.support.changes import SHOP, record_batches
 from tests.support.mirrors import LOG, at
@@ -32,14 +32,14 @@ AIM = 128 * MIB
     ],
 )
 def test_files_are_joined_with_others_of_their_size(sizes: list[int], joined: int) -> None:
-    assert len(to_join({str(number): size for number, size in enumerate(sizes)}, AIM)) == joined
+    assert len(files_to_compact({str(number): size for number, size in enumerate(sizes)}, AIM)) == joined
 
 
 def test_a_row_is_written_anew_once_a_step_at_most() -> None:
     written, files, names = 0, dict[str, int](), itertools.count()
     for _ in range(40_000):
         files[str(next(names))] = 4_000
-        while some := to_join(files, AIM):
+        while some := files_to_compact(files, AIM):
             made = sum(files.pop(name) for name in some)
             files[str(next(names))] = made
             written += made
@@ -51,10 +51,10 @@ def test_a_row_is_written_anew_once_a_step_at_most() -> None:
 def test_files_are_joined_with_others_of_their_partition_alone_and_not_too_much_at_once() -> None:
     parts = {f"{p}-{n}": {"p": pa.scalar(p)} for p in ("a", "b", "c", "few") for n in range(4 if p == "few" else 9)}
     sizes = dict.fromkeys(parts, AIM // 10)
-    joined = to_join(sizes, AIM, parts)
+    joined = files_to_compact(sizes, AIM, parts)
     assert {name[0] for name in joined} == {"a", "b"}
     assert len(joined) == 18
-    assert to_join({name: size for name, size in sizes.items() if name.startswith("few")}, AIM, parts) == []
+    assert files_to_compact({name: size for name, size in sizes.items() if name.startswith("few")}, AIM, parts) == []
 
 
 def test_a_table_tells_how_many_of_its_rows_make_a_file_once_it_has_some(tmp_path: Path) -> None:

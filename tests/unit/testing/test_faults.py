@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tailrace.capture.memory.source import MemoryCapture
-from tailrace.capture.port import Anchored, Scannable
+from tailrace.capture.port import PreparedSource, Scannable
 from tailrace.errors import ConfigError, ProtocolViolation, SourceUnreachable, StateCorrupt, StateUnusable
 from tailrace.model.position import ZERO, Lsn
 from tailrace.runtime import intake
@@ -16,7 +16,17 @@ from tailrace.runtime.sinks import MemorySink
 from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.testing.checks import ContractBroken
-from tailrace.testing.faults import Fault, FaultyStore, corrupt, delay, duplicate, fail, faulty_source, lose, slow
+from tailrace.testing.faults import (
+    FaultyStore,
+    InjectedFault,
+    corrupt,
+    delay,
+    duplicate,
+    fail,
+    faulty_source,
+    lose,
+    slow,
+)
 from tailrace.testing.store_checks import check_checkpoint_store
 from tests.support.runtimes import inserts, keys_of, until
 
@@ -25,7 +35,7 @@ def at(position: int) -> Checkpoint:
     return Checkpoint(source_type="postgresql", position=Lsn(position))
 
 
-def faulty(*faults: Fault) -> FaultyStore:
+def faulty(*faults: InjectedFault) -> FaultyStore:
     return FaultyStore(MemoryCheckpointStore(), *faults)
 
 
@@ -159,7 +169,7 @@ def test_a_checkpoint_whose_answer_was_lost_repeats_nothing() -> None:
 
 def test_a_source_with_faults_can_do_what_the_source_can() -> None:
     source = faulty_source(MemoryCapture(keep_tables=True))
-    assert isinstance(source, Anchored)
+    assert isinstance(source, PreparedSource)
     assert isinstance(source, Scannable)
     assert source.capabilities.live
     broken = faulty_source(MemoryCapture(), fail("live", error=SourceUnreachable("mine", hint="Wait.")))

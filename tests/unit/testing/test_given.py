@@ -65,7 +65,7 @@ def shape(*columns: Column, key: tuple[str, ...] = ("id",)) -> TableSchema:
     (lambda: delay("save", calls=0), "`calls` is too small"),
     (lambda: slow("save", seconds=TEXT), "`seconds` is not a number"),
     (lambda: FaultyStore(ODD, fail("save")), "`store` cannot be used as one"),
-    (lambda: FaultyStore(MemoryCheckpointStore(), ODD), "`faults` is not a `Fault`"),
+    (lambda: FaultyStore(MemoryCheckpointStore(), ODD), "`faults` is not a `InjectedFault`"),
     (lambda: faulty_source(ODD, fail("read")), "`source` cannot be used as one"),
 ])  # fmt: skip
 def test_nonsense_is_refused_with_what_to_write(make: Callable[[], object], said: str) -> None:

@@ -43,7 +43,7 @@ def test_a_whole_script_runs_through_a_runtime_without_a_clock_or_a_thread() -> 
     runtime.run(sink, until(lambda: source.played and source.confirmed == source.end))
     assert [event.values["id"] for event in sink.events()] == [1, 2, 3, 4]
     assert runtime.progress.reconnects == 1
-    assert [version.shape.names for version in history.versions(ORDERS.table)] == [ORDERS.names, MORE.names]
+    assert [version.schema.names for version in history.versions(ORDERS.table)] == [ORDERS.names, MORE.names]
 
 
 def test_two_tables_of_a_script_are_two_in_the_schema_history() -> None:

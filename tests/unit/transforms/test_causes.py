@@ -102,13 +102,13 @@ def test_a_failure_says_why_and_tells_nothing_of_the_row(rule: Rule, rows: Chang
         plan_of(rule).apply(rows)
     assert SECRET not in str(raised.value)
     with pytest.raises(TransformFailed, match=said):
-        plan_of(rule).marking(rows)
+        plan_of(rule).apply_marking(rows)
     lenient = rule.model_copy(update={"on_error": "dead-letter", "name": "mine"})
-    (letter,) = plan_of(lenient).apply(rows).letters
+    (letter,) = plan_of(lenient).apply(rows).dead_letters
     assert letter.cause in str(raised.value)
-    (marked,) = plan_of(lenient).marking(rows)
+    (marked,) = plan_of(lenient).apply_marking(rows)
     assert f"mine: {letter.cause}" in [
-        change.failed_rule(cell["text"]) for cell in marked.data.column(change.UNFIT)[0].as_py()
+        change.parse_rule_failure(cell["text"]) for cell in marked.data.column(change.UNFIT)[0].as_py()
     ]
 
 
@@ -131,7 +131,7 @@ def test_rows_that_fail_for_different_reasons_are_told_apart() -> None:
         schema=SEALED,
     )
     applied = plan_of(Decrypt(columns=("mail",), on_error="dead-letter")).apply(rows)
-    causes = {one.cause.partition(":")[0]: one.batch.data.column("id").to_pylist() for one in applied.letters}
+    causes = {one.cause.partition(":")[0]: one.batch.data.column("id").to_pylist() for one in applied.dead_letters}
     assert causes == {
         "the value is none that `encrypt` has made": [1],
         "the value cannot be decrypted with the key `old`": [2],
@@ -142,5 +142,5 @@ def test_rows_that_fail_for_different_reasons_are_told_apart() -> None:
 def test_in_a_load_the_cause_is_the_same() -> None:
     data = pa.RecordBatch.from_pylist([person(1, SECRET)], pa.schema(PEOPLE.row_fields()))
     with pytest.raises(TransformFailed, match="the function raised LookupError") as raised:
-        plan_of(Function(columns=("mail",), function=raising)).rows(PEOPLE, data)
+        plan_of(Function(columns=("mail",), function=raising)).transform_rows(PEOPLE, data)
     assert isinstance(raised.value.__cause__, LookupError)

@@ -14,7 +14,7 @@ from tailrace.errors import ConfigError, TailraceError
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.transforms.rules import (
-    KINDS,
+    RULE_TYPES,
     Cast,
     Encrypt,
     Filter,
@@ -107,7 +107,7 @@ def test_a_mistake_is_an_error_of_ours_with_a_hint(make: Callable[[], object], s
     assert isinstance(pickle.loads(pickle.dumps(raised.value)), TailraceError)
 
 
-@pytest.mark.parametrize("do", KINDS)
+@pytest.mark.parametrize("do", RULE_TYPES)
 def test_whatever_stands_in_a_rule_is_told_of_in_our_words(do: str) -> None:
     odd = [None, "", 3, -1, 3.5, True, [], [1], {}, {"a": 1}, {1: 2}, object(), "x" * 200, 10**30, b"\xff"]
     odd += [float("nan"), float("inf")]
@@ -121,7 +121,7 @@ def test_whatever_stands_in_a_rule_is_told_of_in_our_words(do: str) -> None:
         "expression": "a",
         "function": "m:f",
     }
-    kind = KINDS[do]
+    kind = RULE_TYPES[do]
     base = {name: well[name] for name, field in kind.model_fields.items() if field.is_required()}
     for name in kind.model_fields:
         for said in [said for value in odd if (said := refusal_of(kind, {**base, name: value}))]:

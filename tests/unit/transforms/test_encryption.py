@@ -93,7 +93,9 @@ def test_what_was_tampered_with_does_not_come_through(broken: bytes) -> None:
     rule = Decrypt(name="open", columns=("mail",), on_error="dead-letter")
     applied = plan_of(rule).apply(batch(row, schema=made.schema))
     assert applied.batches == ()
-    assert [(letter.rule, letter.column, letter.positions) for letter in applied.letters] == [("open", "mail", ["0/1"])]
+    assert [(letter.rule, letter.column, letter.positions) for letter in applied.dead_letters] == [
+        ("open", "mail", ["0/1"])
+    ]
 
 
 class Failing:
@@ -143,17 +145,17 @@ def test_lesson_7_a_failing_encryption_sets_the_row_aside_and_never_emits_plaint
     applied = failing_plan(rule, 2).apply(rows)
     assert [row[0] for row in values(applied.batches, "id")] == [0, 2, 3]
     assert SECRET.encode() not in applied.batches[0].data.serialize().to_pybytes()
-    assert [letter.batch.data.column("id").to_pylist() for letter in applied.letters] == [[1]]
+    assert [letter.batch.data.column("id").to_pylist() for letter in applied.dead_letters] == [[1]]
     # Once the cause is mended, what was set aside goes through.
-    assert len(plan_of(rule).apply(applied.letters[0].batch).batches[0]) == 1
+    assert len(plan_of(rule).apply(applied.dead_letters[0].batch).batches[0]) == 1
 
 
 def test_lesson_7_a_marked_row_has_null_and_the_rules_name_in_the_place_of_the_value() -> None:
     rule = ENCRYPT.model_copy(update={"on_error": "dead-letter"})
-    found = failing_plan(rule, 1).marking(batch(changed(INSERT, person(1, SECRET, "5"))))
+    found = failing_plan(rule, 1).apply_marking(batch(changed(INSERT, person(1, SECRET, "5"))))
     row = only(found)[0]
     assert row["mail"] is None
-    said = [change.failed_rule(cell["text"]) for cell in row[change.UNFIT]]
+    said = [change.parse_rule_failure(cell["text"]) for cell in row[change.UNFIT]]
     assert said == ["seal: the value cannot be encrypted with the key `new`"]
     assert SECRET.encode() not in found[0].data.serialize().to_pybytes()
 

@@ -112,7 +112,7 @@ def test_what_a_condition_keeps_away_from_a_row_is_not_asked_of_it(text: str, wa
 
 
 def test_what_no_condition_keeps_away_fails_at_its_rows_alone() -> None:
-    made, (fault,) = Expression("n > 8 and n / d > 1").judge({"n": N, "d": D}, 4)
+    made, (fault,) = Expression("n > 8 and n / d > 1").evaluate_condition({"n": N, "d": D}, 4)
     assert made.tolist() == [True, False, False, False]
     assert fault.rows.tolist() == [False, True, False, False]
 
@@ -161,4 +161,4 @@ def test_what_is_not_of_the_language_is_refused(text: str) -> None:
 def test_like_is_compared_with_like(text: str) -> None:
     types = {"x": pa.int64(), "y": pa.string(), "d": pa.date32()}
     with pytest.raises(ConfigError, match="an expression"):
-        Expression(text).type(types)
+        Expression(text).result_type(types)

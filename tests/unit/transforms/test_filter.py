@@ -19,7 +19,7 @@ from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
-from tailrace.transforms.row_images import is_one, opened
+from tailrace.transforms.row_images import is_constant, open_batch
 from tailrace.transforms.rules import Cast, Filter, Mask, Rule
 from tests.support.transforms import batch, changed, only, person, plan_of, values
 
@@ -44,7 +44,7 @@ def test_operations_are_told_apart_wherever_a_batch_begins_and_whichever_rows_ar
     kinds = [*Operation, *reversed(Operation)]
     rows = batch(*(changed(kind, de(at)) for at, kind in enumerate(kinds)))
     for begin in (0, 3, len(kinds)):
-        some = opened(replace(rows, data=rows.data.slice(begin)))
+        some = open_batch(replace(rows, data=rows.data.slice(begin)))
         keep = np.arange(some.count) % 2 == 0
         left = kinds[begin:]
         for _ in range(2):
@@ -62,20 +62,20 @@ def test_operations_are_told_apart_wherever_a_batch_begins_and_whichever_rows_ar
 )
 def test_texts_are_one_only_if_all_of_them_are_the_same(given: list[str | None], begin: int) -> None:
     left = given[begin:]
-    assert is_one(pa.array(given, pa.string()).slice(begin)) == (None not in left and len(set(left)) == 1)
+    assert is_constant(pa.array(given, pa.string()).slice(begin)) == (None not in left and len(set(left)) == 1)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([7, 8]) | st.none(), max_size=5), st.sampled_from([pa.int32(), pa.int64()]))
 def test_numbers_are_one_only_if_all_of_them_are_the_same(given: list[int | None], kind: pa.DataType) -> None:
-    assert is_one(pa.array(given, kind)) == (None not in given and len(set(given)) == 1)
+    assert is_constant(pa.array(given, kind)) == (None not in given and len(set(given)) == 1)
 
 
 def test_a_few_rows_that_are_left_do_not_hold_the_memory_of_all() -> None:
-    rows = opened(batch(*(changed(INSERT, de(number)) for number in range(1000))))
-    whole = rows.about[change.OP].buffers()[2].size
+    rows = open_batch(batch(*(changed(INSERT, de(number)) for number in range(1000))))
+    whole = rows.metadata[change.OP].buffers()[2].size
     rows.take(np.arange(1000) < 10)
-    assert rows.about[change.OP].buffers()[2].size < whole / 10
+    assert rows.metadata[change.OP].buffers()[2].size < whole / 10
 
 
 def test_an_update_that_leaves_is_a_delete_of_the_old_row() -> None:
@@ -139,7 +139,7 @@ def test_a_condition_that_cannot_be_computed_of_a_row_fails_at_that_row_alone(ru
     assert "secret" not in str(raised.value)
     applied = plan_of(rule.model_copy(update={"on_error": "dead-letter"})).apply(rows)
     failing = 7 if rule.when and rule.do == "filter" else 7 * 10**12
-    assert [letter.batch.data.column("id").to_pylist() for letter in applied.letters] == [[failing]]
+    assert [letter.batch.data.column("id").to_pylist() for letter in applied.dead_letters] == [[failing]]
     assert len(applied.batches[0]) == 4
 
 
@@ -161,7 +161,7 @@ def test_a_filter_with_a_condition_concerns_only_rows_of_which_it_is_true() -> N
 def test_rows_of_a_window_are_numbered_without_a_gap() -> None:
     first = batch(*(changed(INSERT, (de if number % 2 else fr)(number)) for number in range(5)))
     given = Window(start=Lsn(1), end=Lsn(9), batches=(first,), transactions=1, rows=5)
-    found = plan_of(GERMANS).window(given)
+    found = plan_of(GERMANS).transform_window(given)
     assert found is not None
     assert (found.rows, found.batches[0].ends) == (2, (0, 1))
     assert found.batches[0].data.column(change.SEQ).to_pylist() == [0, 1]
@@ -170,9 +170,9 @@ def test_rows_of_a_window_are_numbered_without_a_gap() -> None:
 
 def test_a_window_of_which_nothing_is_left_still_moves_the_position() -> None:
     given = Window(start=Lsn(1), end=Lsn(9), batches=(batch(changed(INSERT, fr(1))),), transactions=1, rows=1)
-    found = plan_of(GERMANS).window(given)
+    found = plan_of(GERMANS).transform_window(given)
     assert found is not None
-    assert (found.batches, found.rows, found.start, found.end, found.empty) == ((), 0, Lsn(1), Lsn(9), True)
+    assert (found.batches, found.rows, found.start, found.end, found.is_empty) == ((), 0, Lsn(1), Lsn(9), True)
 
 
 # The oracle.
@@ -269,7 +269,7 @@ def test_a_row_that_a_rule_has_failed_at_is_set_aside_whatever_a_filter_behind_i
     for where in ("mail > 5", "id == 1"):
         applied = plan_of(numbers, Filter(where=where)).apply(rows)
         assert values(applied.batches, "id") == [(1,)]
-        (letter,) = applied.letters
+        (letter,) = applied.dead_letters
         assert (letter.rule, values([letter.batch], "id")) == ("numbers", [(2,), (3,)])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.pipeline.config.settings import check_settings, load_settings
-from tailrace.transforms.rules import KINDS
+from tailrace.transforms.rules import RULE_TYPES
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "guides" / "transforms.md").read_text()
 FRAME = "name: shop\nsource: {url: postgresql://a@h/d, tables: ['public.*']}\nlog: ./changes\ntables: {path: ./lake}\n"
@@ -39,4 +39,4 @@ def test_the_settings_of_the_guide_are_sound(tmp_path: Path) -> None:
 def test_the_guide_tells_of_every_rule() -> None:
     table = GUIDE.partition("## What there is")[2].partition("Types are")[0]
     named = " ".join(re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE))
-    assert set(re.findall(r"`(\w+)`", named)) - {"do"} == set(KINDS)
+    assert set(re.findall(r"`(\w+)`", named)) - {"do"} == set(RULE_TYPES)

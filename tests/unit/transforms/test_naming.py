@@ -10,7 +10,7 @@ import pytest
 from tailrace.errors import RuleInvalid
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableId
-from tailrace.transforms.output_tables import Names
+from tailrace.transforms.output_tables import OutputTables
 from tailrace.transforms.rules import Mask, Outbox, Rename, Route, Rule, Transforms
 from tailrace.transforms.transform_plan import TransformPlan
 from tests.support.transforms import PEOPLE, batch, changed, person
@@ -24,14 +24,14 @@ def named(text: str) -> TableId:
 
 
 def apart(*rules: Rule) -> TransformPlan:
-    return TransformPlan(Transforms.model_validate({"rules": rules}), names=Names(rules))
+    return TransformPlan(Transforms.model_validate({"rules": rules}), names=OutputTables(rules))
 
 
 def test_most_rows_go_where_the_last_rule_without_a_condition_says() -> None:
-    names = Names((Route(to="a.{table}"), GERMANS, Route(to="lake.{schema}_{table}")))
-    assert names.of(named("public.people")) == (named("lake.public_people"), named("de.people"))
-    assert names.of(named("public.orders")) == (named("lake.public_orders"),)
-    assert names.source_of(named("de.people")) == named("public.people")
+    names = OutputTables((Route(to="a.{table}"), GERMANS, Route(to="lake.{schema}_{table}")))
+    assert names.tables_for(named("public.people")) == (named("lake.public_people"), named("de.people"))
+    assert names.tables_for(named("public.orders")) == (named("lake.public_orders"),)
+    assert names.source_table(named("de.people")) == named("public.people")
 
 
 @pytest.mark.parametrize(("rules", "said"), [
@@ -42,9 +42,9 @@ def test_most_rows_go_where_the_last_rule_without_a_condition_says() -> None:
     ((Outbox(tables=("x.outbox",), to="public.{type}"),), "a name that messages may go to"),
 ])  # fmt: skip
 def test_a_table_is_made_of_one_and_in_one_way(rules: tuple[Rule, ...], said: str) -> None:
-    names = Names(rules)
+    names = OutputTables(rules)
     with pytest.raises(RuleInvalid, match=said) as raised:
-        _ = [names.of(named(table)) for table in ("public.people", "public.orders")]
+        _ = [names.tables_for(named(table)) for table in ("public.people", "public.orders")]
     assert raised.value.hint
 
 
@@ -52,7 +52,7 @@ def test_rows_of_two_tables_that_would_become_one_are_not_let_through_in_whichev
     plan = apart(Route(tables=("public.people",), to="lake.orders"), Outbox(tables=("x.outbox",), to="lake.{type}"))
     for one in (plan, pickle.loads(pickle.dumps(plan))):
         with pytest.raises(RuleInvalid, match="a name that messages"):
-            one.marking(batch(changed(Operation.INSERT, person(1))))
+            one.apply_marking(batch(changed(Operation.INSERT, person(1))))
 
 
 def test_the_type_of_messages_must_be_the_source_s_own() -> None:
@@ -71,18 +71,18 @@ def test_a_load_gets_the_rows_of_its_own_table() -> None:
     plan = apart(GERMANS, Mask(columns=("mail",)))
     unfit = pa.nulls(3, pa.list_(pa.struct([("column", pa.string()), ("text", pa.string())])))
     for table, ids in (("de.people", [1]), ("public.people", [2, 3]), ("x.y", [])):
-        assert plan.rows(PEOPLE, data, named(table)).column("id").to_pylist() == ids
-        assert plan.marked_rows(PEOPLE, data, unfit, named(table))[0].column("id").to_pylist() == ids
+        assert plan.transform_rows(PEOPLE, data, named(table)).column("id").to_pylist() == ids
+        assert plan.transform_marked_rows(PEOPLE, data, unfit, named(table))[0].column("id").to_pylist() == ids
 
 
 def test_a_row_that_cannot_be_judged_is_marked_in_both_tables_and_is_one_letter() -> None:
     rule = GERMANS.model_copy(update={"on_error": "dead-letter"})
     rows = batch(changed(Operation.UPDATE, person(1), unchanged=["country"]))
-    made = apart(rule).marking(rows)
+    made = apart(rule).apply_marking(rows)
     assert sorted(str(one.schema.table) for one in made) == ["de.people", "public.people"]
     assert all(one.data.column("_unfit")[0].as_py() for one in made)
     applied = apart(rule).apply(rows)
-    assert (applied.batches, len(applied.letters)) == ((), 1)
+    assert (applied.batches, len(applied.dead_letters)) == ((), 1)
 
 
 def test_another_condition_makes_another_shape_of_both_tables_and_another_name_does_not() -> None:
@@ -90,7 +90,7 @@ def test_another_condition_makes_another_shape_of_both_tables_and_another_name_d
     for table in ("de.people", "public.people"):
         assert one.transformed_schema(PEOPLE, named(table)) != other.transformed_schema(PEOPLE, named(table))
     whole = apart(Route(to="lake.{table}")).transformed_schema(PEOPLE)
-    assert (whole.columns, whole.relation, whole.at_source) == (PEOPLE.columns, PEOPLE.relation, PEOPLE)
+    assert (whole.columns, whole.relation, whole.source_schema) == (PEOPLE.columns, PEOPLE.relation, PEOPLE)
 
 
 def test_a_key_that_changes_is_no_new_message_and_a_type_without_letters_is_none() -> None:
@@ -104,4 +104,4 @@ def test_a_key_that_changes_is_no_new_message_and_a_type_without_letters_is_none
     assert made.data.column("id").to_pylist() == ["1"]
     empty = batch(changed(Operation.INSERT, message("1", "")), schema=OUTBOX)
     applied = apart(Outbox(tables=("public.outbox",), on_error="dead-letter")).apply(empty)
-    assert (applied.batches, len(applied.letters)) == ((), 1)
+    assert (applied.batches, len(applied.dead_letters)) == ((), 1)

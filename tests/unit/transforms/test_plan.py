@@ -13,11 +13,11 @@ import pytest
 from tailrace.errors import ConfigError, RuleInvalid, TransformFailed
 from tailrace.model import change
 from tailrace.model.batch import Window
-from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
+from tailrace.model.catalogue_facts import CatalogueFacts, ColumnFacts, StorageFacts
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableSchema
-from tailrace.transforms.output_schema import is_touched
+from tailrace.transforms.output_schema import is_changed_by_rule
 from tailrace.transforms.rules import (
     Cast,
     Compute,
@@ -37,7 +37,7 @@ from tailrace.transforms.rules import (
     Set,
     Sha256,
     Transforms,
-    Truncate,
+    TruncateValues,
     Unwrap,
 )
 from tests.support.transforms import PEOPLE, batch, changed, only, person, plan_of, values
@@ -47,7 +47,7 @@ MAIL = "ann@example.org"
 HIDING = [
     Mask(columns=("mail",), keep_first=2), Redact(columns=("mail",)), Null(columns=("mail",)),
     Sha256(columns=("mail",)), Hmac(columns=("mail",), key="old"), Encrypt(columns=("mail",), key="old"),
-    Truncate(columns=("mail",), length=3),
+    TruncateValues(columns=("mail",), length=3),
     Exclude(columns=("mail",)), Include(columns=("id", "amount")), Set(column="mail", value="x"),
     Compute(column="mail", expression="substring(mail, 1, 2)"), Cast(columns=("mail",), to="binary"),
 ]  # fmt: skip
@@ -72,7 +72,7 @@ def test_lesson_8_snapshot_rows_have_the_shape_and_the_values_of_stream_rows(rul
     plan = plan_of(rule)
     people = [person(1, MAIL, "10.50", "DE"), person(2, None, None, None), person(3, "é", "-1", "FR")]
     streamed = plan.apply(batch(*(changed(INSERT, one) for one in people))).batches[0]
-    read = plan.rows(PEOPLE, pa.RecordBatch.from_pylist(people, pa.schema(PEOPLE.row_fields())))
+    read = plan.transform_rows(PEOPLE, pa.RecordBatch.from_pylist(people, pa.schema(PEOPLE.row_fields())))
     target = plan.transformed_schema(PEOPLE)
     assert streamed.schema is target
     assert read.schema == pa.schema(target.row_fields())
@@ -84,7 +84,7 @@ def test_lesson_8_snapshot_rows_have_the_shape_and_the_values_of_stream_rows(rul
 def marked(rule: Rule, *unfit: list[dict[str, str]] | None) -> tuple[list[dict[str, Any]], list[Any]]:
     people = [person(at + 1, MAIL, "1" if cells is None else None, "DE") for at, cells in enumerate(unfit)]
     data = pa.RecordBatch.from_pylist(people, pa.schema(PEOPLE.row_fields()))
-    rows, cells = plan_of(rule).marked_rows(PEOPLE, data, pa.array(unfit, change.UNFIT_TYPE))
+    rows, cells = plan_of(rule).transform_marked_rows(PEOPLE, data, pa.array(unfit, change.UNFIT_TYPE))
     return rows.to_pylist(), cells.to_pylist()
 
 
@@ -102,7 +102,7 @@ def test_a_read_row_that_a_rule_fails_at_is_marked_or_refused_as_the_rule_says()
     rule = Cast(columns=("mail",), to="int32", on_error="dead-letter")
     (row,), (cells,) = marked(rule, None)
     assert (row["mail"], cells[0]["column"]) == (None, "mail")
-    assert change.failed_rule(cells[0]["text"]) is not None
+    assert change.parse_rule_failure(cells[0]["text"]) is not None
     with pytest.raises(TransformFailed):
         marked(Cast(columns=("mail",), to="int32"), None)
 
@@ -110,7 +110,7 @@ def test_a_read_row_that_a_rule_fails_at_is_marked_or_refused_as_the_rule_says()
 def test_the_same_shape_gives_the_same_object() -> None:
     plan = plan_of(Mask(columns=("mail",)))
     assert plan.transformed_schema(PEOPLE) is plan.transformed_schema(PEOPLE)
-    assert plan.transformed_schema(PEOPLE).at_source is PEOPLE
+    assert plan.transformed_schema(PEOPLE).source_schema is PEOPLE
 
 
 def test_a_table_that_no_rule_concerns_is_left_alone() -> None:
@@ -151,7 +151,7 @@ def test_a_condition_on_a_value_that_is_absent_fails_rather_than_guesses() -> No
     rule = Mask(columns=("mail",), when="country == 'DE'", on_error="dead-letter")
     with pytest.raises(TransformFailed, match="was not sent"):
         plan_of(rule.model_copy(update={"on_error": "halt"})).apply(rows)
-    found = plan_of(rule).marking(rows)
+    found = plan_of(rule).apply_marking(rows)
     assert only(found)[0]["mail"] is None
     assert MAIL.encode() not in found[0].data.serialize().to_pybytes()
 
@@ -159,7 +159,7 @@ def test_a_condition_on_a_value_that_is_absent_fails_rather_than_guesses() -> No
 def test_what_a_rule_hides_is_hidden_although_its_condition_looks_at_a_value_that_a_rule_before_failed_at() -> None:
     rows = batch(changed(INSERT, person(1, MAIL, None, "odd")), changed(INSERT, person(2, MAIL, None, "3")))
     numbers = Cast(columns=("country",), to="int32", on_error="dead-letter")
-    found = plan_of(numbers, Redact(columns=("mail",), text="-", when="country > 5")).marking(rows)
+    found = plan_of(numbers, Redact(columns=("mail",), text="-", when="country > 5")).apply_marking(rows)
     assert [row["mail"] for row in only(found)] == ["-", MAIL]
 
 
@@ -266,7 +266,7 @@ def test_a_row_without_a_key_is_known_by_its_values_which_must_come_out_equal() 
         (Mask(tables=("public.people",), columns=("emial",)), "does not have"),
         (Mask(tables=("public.people",), columns=("mail",), when="land == 'DE'"), "names the column"),
         (Mask(columns=("mail",), when="amount"), "no condition"),
-        (Truncate(columns=("amount",), length=2), "cannot be done"),
+        (TruncateValues(columns=("amount",), length=2), "cannot be done"),
         (Cast(columns=("mail",), to="decimal(60,1)"), "is no type"),
         (Rename(columns={"mail": "country"}), "one name"),
         (Exclude(tables=("public.*",), columns=("*",)), "key"),
@@ -311,8 +311,8 @@ def test_a_cast_of_some_rows_keeps_the_others_where_they_fit_and_fails_at_them_w
     applied = plan_of(rule).apply(rows)
     assert values(applied.batches, "id", "mail") == [(1, 7), (2, 8), (1, 9)]
     assert only(applied.batches)[2][change.BEFORE]["mail"] == 7
-    assert [letter.batch.data.column("id").to_pylist() for letter in applied.letters] == [[3], [4]]
-    assert {letter.cause for letter in applied.letters} == {"the value does not fit int32"}
+    assert [letter.batch.data.column("id").to_pylist() for letter in applied.dead_letters] == [[3], [4]]
+    assert {letter.cause for letter in applied.dead_letters} == {"the value does not fit int32"}
 
 
 def test_some_rows_are_decrypted_where_the_others_can_stay_binary() -> None:
@@ -337,7 +337,7 @@ def test_a_rule_that_never_matched_is_reported() -> None:
         Redact(name="nobody", columns=("mail",), when="country == 'XX'"),
     )
     plan.apply(batch(changed(INSERT, person(1, MAIL))))
-    assert {(one.rule, one.no_table) for one in plan.unmatched()} == {
+    assert {(one.rule, one.no_table) for one in plan.unmatched_rules()} == {
         ("elsewhere", True),
         ("misspelt", True),
         ("nobody", False),
@@ -373,7 +373,7 @@ def test_a_function_that_fails_is_told_by_rule_and_never_in_its_own_words() -> N
     assert MAIL not in str(raised.value)
     applied = plan_of(Function(name="mine", columns=("mail",), function=picky, on_error="dead-letter")).apply(rows)
     assert values(applied.batches, "id") == [(1,)]
-    assert [(letter.rule, len(letter.batch)) for letter in applied.letters] == [("mine", 1)]
+    assert [(letter.rule, len(letter.batch)) for letter in applied.dead_letters] == [("mine", 1)]
 
 
 # Windows.
@@ -385,7 +385,7 @@ def window(*batches: Any) -> Window:
 
 def test_a_window_that_no_rule_touches_is_the_same() -> None:
     given = window(batch(changed(INSERT, person(1))))
-    assert plan_of(Mask(tables=("other.*",), columns=("mail",))).window(given) is given
+    assert plan_of(Mask(tables=("other.*",), columns=("mail",))).transform_window(given) is given
 
 
 def test_truncates_go_through() -> None:
@@ -397,12 +397,13 @@ def test_truncates_go_through() -> None:
 # What is known of the source's columns.
 
 
-def facts(*fills: str | None) -> Facts:
+def facts(*fills: str | None) -> CatalogueFacts:
     columns = tuple(
-        ColumnFacts(number=at + 1, nullable=True, default=None, fill=fill, stamp=1) for at, fill in enumerate(fills)
+        ColumnFacts(number=at + 1, nullable=True, default=None, fast_default=fill, definition_version=1)
+        for at, fill in enumerate(fills)
     )
-    storage = (Storage(relation=41, name="people", file=1, attached=False),)
-    return Facts(columns=columns, storage=storage, made=4)
+    storage = (StorageFacts(relation=41, name="people", file=1, attached=False),)
+    return CatalogueFacts(columns=columns, storage=storage, columns_ever=4)
 
 
 def test_facts_follow_their_columns_and_tell_no_value_that_was_hidden() -> None:
@@ -414,10 +415,10 @@ def test_facts_follow_their_columns_and_tell_no_value_that_was_hidden() -> None:
     assert target.facts is not None
     assert [column.number for column in target.facts.columns[:3]] == [1, 2, 4]
     assert target.facts.columns[3].number < 0
-    assert [column.fill for column in target.facts.columns] == [None, "", "DE", None]
-    assert target.facts.others == (3,)
+    assert [column.fast_default for column in target.facts.columns] == [None, "", "DE", None]
+    assert target.facts.unpublished == (3,)
     again = TableSchema.from_json(target.to_json())
-    assert (again, again.facts, again.at_source) == (target, target.facts, known)
+    assert (again, again.facts, again.source_schema) == (target, target.facts, known)
     assert MAIL not in str(target.to_json())
 
 
@@ -433,7 +434,7 @@ def test_another_rule_makes_another_shape_and_its_name_does_not() -> None:
 def test_what_is_left_out_shows_in_the_shape_so_that_nobody_keeps_it() -> None:
     shape = plan_of(Exclude(columns=("country",))).transformed_schema(PEOPLE)
     assert shape.columns[0] != PEOPLE.columns[0]
-    assert not is_touched(shape.columns[0])
+    assert not is_changed_by_rule(shape.columns[0])
 
 
 def test_a_column_named_like_ours_is_kept_apart() -> None:
@@ -460,7 +461,7 @@ def test_a_load_says_when_rows_are_set_aside() -> None:
     rule = Cast(columns=("mail",), to="int32", on_error="dead-letter")
     data = pa.RecordBatch.from_pylist([person(1, "no number")], pa.schema(PEOPLE.row_fields()))
     with pytest.raises(TransformFailed) as raised:
-        plan_of(rule).rows(PEOPLE, data)
+        plan_of(rule).transform_rows(PEOPLE, data)
     assert "a load sets such rows aside" in raised.value.hint
     assert "on_error" not in raised.value.hint, "that is what it has"
 
@@ -488,4 +489,4 @@ def test_a_rule_that_keeps_every_column_there_is_concerns_the_table() -> None:
     given = batch(changed(Operation.INSERT, person(1, "m", "1", "DE")))
     assert only(plan.apply(given).batches) == only([given])
     assert plan.transformed_schema(PEOPLE) == PEOPLE
-    assert [rule.rule for rule in plan.unmatched()] == ["none"]
+    assert [rule.rule for rule in plan.unmatched_rules()] == ["none"]

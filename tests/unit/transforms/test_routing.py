@@ -13,7 +13,7 @@ from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
-from tailrace.transforms.output_schema import is_touched
+from tailrace.transforms.output_schema import is_changed_by_rule
 from tailrace.transforms.rules import Cast, Mask, Outbox, Route, Unwrap
 from tests.support.transforms import PEOPLE, batch, changed, only, person, plan_of, values
 
@@ -57,7 +57,7 @@ def test_rows_that_went_two_ways_are_numbered_apart() -> None:
     was, now = person(1, None, None, "DE"), person(1, None, None, "FR")
     rows = batch(changed(UPDATE, now, before=was), changed(INSERT, person(2)))
     window = Window(start=Lsn(1), end=Lsn(5), batches=(rows,), transactions=1, rows=2)
-    found = plan_of(Route(to="public.germans", when="country == 'DE'")).window(window)
+    found = plan_of(Route(to="public.germans", when="country == 'DE'")).transform_window(window)
     assert found is not None
     numbers = [number for made in found.batches for number in made.data.column(change.SEQ).to_pylist()]
     assert (sorted(numbers), found.rows) == ([0, 1, 2], 3)
@@ -87,7 +87,7 @@ def test_a_message_without_a_type_is_set_aside() -> None:
     rows = batch(changed(INSERT, message("1", None)), changed(INSERT, message("2", "bill")), schema=OUTBOX)
     applied = plan_of(Outbox(name="box", on_error="dead-letter")).apply(rows)
     assert list(by_table(applied.batches)) == ["outbox.bill"]
-    assert [(letter.rule, len(letter.batch)) for letter in applied.letters] == [("box", 1)]
+    assert [(letter.rule, len(letter.batch)) for letter in applied.dead_letters] == [("box", 1)]
 
 
 def test_a_message_without_a_type_halts_and_says_which_rule() -> None:
@@ -103,13 +103,13 @@ def test_rows_of_an_outbox_that_a_condition_is_not_true_of_are_no_messages() -> 
     given = [message("1", "order"), message("2", "order") | {"payload": ""}, message("3", "bill"), message("4", None)]
     given += [message("5", "bill") | {"aggregateid": "test"}, message("6", None) | {"payload": None}]
     rows = batch(*(changed(INSERT, row) for row in given[:3] + given[4:]), schema=OUTBOX)
-    for made in (plan_of(SOME).apply(rows).batches, plan_of(SOME).marking(rows)):
+    for made in (plan_of(SOME).apply(rows).batches, plan_of(SOME).apply_marking(rows)):
         assert {table: values([one], "id") for table, one in by_table(made).items()} == {
             "events.order": [("1",)],
             "events.bill": [("3",)],
         }
     data = pa.RecordBatch.from_pylist(given[:3] + given[4:], pa.schema(OUTBOX.row_fields()))
-    assert plan_of(SOME).rows(OUTBOX, data, TableId("events", "order")).column("id").to_pylist() == ["1"]
+    assert plan_of(SOME).transform_rows(OUTBOX, data, TableId("events", "order")).column("id").to_pylist() == ["1"]
     with pytest.raises(TransformFailed, match="names no type"):
         plan_of(SOME).apply(batch(changed(INSERT, given[3]), schema=OUTBOX))
 
@@ -120,7 +120,7 @@ def test_a_message_of_which_nobody_can_say_whether_it_is_one_is_set_aside() -> N
         batch(odd, changed(INSERT, message("2", "order")), schema=OUTBOX)
     )
     assert values(applied.batches, "id") == [("2",)]
-    assert [(letter.rule, len(letter.batch)) for letter in applied.letters] == [("box", 1)]
+    assert [(letter.rule, len(letter.batch)) for letter in applied.dead_letters] == [("box", 1)]
 
 
 def test_another_condition_of_an_outbox_makes_another_shape_of_its_tables() -> None:
@@ -128,7 +128,9 @@ def test_another_condition_of_an_outbox_makes_another_shape_of_its_tables() -> N
     plain = SOME.model_copy(update={"when": None})
     shapes = [plan_of(rule).transformed_schema(OUTBOX, order) for rule in (SOME, other, plain)]
     assert len({shape.columns for shape in shapes}) == 3
-    assert not any(is_touched(column) for shape in shapes for column in shape.columns), "rows can be asked for by key"
+    assert not any(is_changed_by_rule(column) for shape in shapes for column in shape.columns), (
+        "rows can be asked for by key"
+    )
 
 
 def test_a_row_that_a_rule_has_failed_at_is_one_letter_though_it_could_go_to_two_tables() -> None:
@@ -137,13 +139,13 @@ def test_a_row_that_a_rule_has_failed_at_is_one_letter_though_it_could_go_to_two
     for when in ("mail > 5", "mail is None"):
         applied = plan_of(numbers, Route(to="elsewhere.people", when=when)).apply(rows)
         assert values(applied.batches, "id") == [(1,)]
-        assert [(letter.rule, len(letter.batch)) for letter in applied.letters] == [("numbers", 1)]
+        assert [(letter.rule, len(letter.batch)) for letter in applied.dead_letters] == [("numbers", 1)]
 
 
 def test_rows_that_go_to_several_tables_are_not_loaded_into_one() -> None:
     data = pa.RecordBatch.from_pylist([message("1", "order")], pa.schema(OUTBOX.row_fields()))
     with pytest.raises(Unsupported, match="several"):
-        plan_of(Outbox()).rows(OUTBOX, data)
+        plan_of(Outbox()).transform_rows(OUTBOX, data)
 
 
 def test_unwrapped_rows_have_no_old_ones_and_no_deletes() -> None:
@@ -211,7 +213,7 @@ def test_a_row_of_which_the_condition_cannot_be_computed_is_set_aside_as_it_came
     rows = batch(changed(DELETE, GERMAN), changed(DELETE, FRENCH))
     applied = plan_of(rule).apply(rows)
     assert [(row[change.OP], row["id"]) for row in only(applied.batches)] == [("update", 2)]
-    assert [(letter.cause, letter.batch.data.column("_op").to_pylist()) for letter in applied.letters] == [
+    assert [(letter.cause, letter.batch.data.column("_op").to_pylist()) for letter in applied.dead_letters] == [
         ("it divides by zero", ["delete"])
     ]
 

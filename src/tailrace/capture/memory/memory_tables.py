@@ -23,7 +23,7 @@ from tailrace.model.schema import TableId, TableSchema
 
 
 @dataclass
-class Table:
+class MemoryTable:
     """One table and its rows."""
 
     schema: TableSchema
@@ -33,55 +33,55 @@ class Table:
         return sorted(self.mirror.rows.items(), key=lambda item: item[0])
 
 
-class Tables:
+class MemoryTables:
     """What the transactions have made."""
 
     def __init__(self) -> None:
-        self._tables: dict[TableId, Table] = {}
+        self._tables: dict[TableId, MemoryTable] = {}
 
     def apply(self, batches: Iterable[ChangeBatch]) -> None:
         """One transaction. What its batches have as `_seq` does not matter; each is in order."""
         for event in (event for batch in batches for event in batch.events()):
-            table = self._tables.setdefault(event.schema.table, Table(event.schema, Mirror()))
+            table = self._tables.setdefault(event.schema.table, MemoryTable(event.schema, Mirror()))
             table.schema = event.schema
             table.mirror.apply(event.row_write())
 
-    def get(self, table: TableId) -> Table:
+    def get(self, table: TableId) -> MemoryTable:
         if table not in self._tables:
             raise SourceTableMissing("the source does not have the table", table=table, hint="Has it had a row?")
         return self._tables[table]
 
-    def copy(self) -> Tables:
-        made = Tables()
-        made._tables = {name: Table(table.schema, table.mirror.copy()) for name, table in self._tables.items()}
+    def copy(self) -> MemoryTables:
+        made = MemoryTables()
+        made._tables = {name: MemoryTable(table.schema, table.mirror.copy()) for name, table in self._tables.items()}
         return made
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cursor:
+class MemoryScanProgress:
     """What was acknowledged: tables before `at`, and of that one all keys up to `after`."""
 
     tables: tuple[TableId, ...]
-    live: bool
-    at: int = 0
-    after: Key | None = None
+    incremental: bool
+    table_index: int = 0
+    after_key: Key | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "tables": [[table.schema, table.name] for table in self.tables],
-            "live": self.live,
-            "at": self.at,
-            "after": None if self.after is None else list(self.after),
+            "live": self.incremental,
+            "at": self.table_index,
+            "after": None if self.after_key is None else list(self.after_key),
         }
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> Cursor:
+    def from_json(cls, stored: Mapping[str, Any]) -> MemoryScanProgress:
         after = stored["after"]
         return cls(
             tables=tuple(TableId(*names) for names in stored["tables"]),
-            live=stored["live"],
-            at=stored["at"],
-            after=None if after is None else tuple(after),
+            incremental=stored["live"],
+            table_index=stored["at"],
+            after_key=None if after is None else tuple(after),
         )
 
 
@@ -90,8 +90,8 @@ class MemoryScan:
 
     def __init__(
         self,
-        cursor: Cursor,
-        view: Callable[[], tuple[Tables, Lsn]],
+        cursor: MemoryScanProgress,
+        view: Callable[[], tuple[MemoryTables, Lsn]],
         hidden: Collection[int],
         chunk_rows: int,
         *,
@@ -100,10 +100,10 @@ class MemoryScan:
         self._cursor, self._hidden, self._chunk_rows = cursor, hidden, chunk_rows
         first = view()
         self.start = first[1]
-        self._view, self._first = view, first if fresh and not cursor.live else None
-        for table in cursor.tables[cursor.at :]:
+        self._view, self._first = view, first if fresh and not cursor.incremental else None
+        for table in cursor.tables[cursor.table_index :]:
             schema = first[0].get(table).schema  # one that is missing is told now, not when its turn comes
-            if cursor.live and not schema.key:
+            if cursor.incremental and not schema.key:
                 raise Unsupported(
                     "a table without a key cannot be read beside the stream",
                     table=table,
@@ -119,14 +119,14 @@ class MemoryScan:
 
     @property
     def done(self) -> bool:
-        return not self._rows and self._cursor.at >= len(self._cursor.tables)
+        return not self._rows and self._cursor.table_index >= len(self._cursor.tables)
 
     def begin(self, delivered: Collection[int]) -> bool:
         if not set(delivered).isdisjoint(self._hidden):
             return False
         tables, self._seen = self._first or self._view()
-        table = tables.get(self._cursor.tables[self._cursor.at])
-        after = self._cursor.after
+        table = tables.get(self._cursor.tables[self._cursor.table_index])
+        after = self._cursor.after_key
         left = [(key, row) for key, row in table.sorted() if after is None or key > after]
         self._rows, self._schema = left[: self._chunk_rows], table.schema
         self._last = len(left) <= self._chunk_rows
@@ -135,7 +135,10 @@ class MemoryScan:
     def next(self, rows_max: int) -> ScanPiece | None:
         if not self._rows or self._schema is None:
             if self._last:
-                self._cursor, self._last = replace(self._cursor, at=self._cursor.at + 1, after=None), False
+                self._cursor, self._last = (
+                    replace(self._cursor, table_index=self._cursor.table_index + 1, after_key=None),
+                    False,
+                )
             return None
         given, self._rows = self._rows[:rows_max], self._rows[rows_max:]
         schema, cursor, last = self._schema, self._cursor, self._last and not self._rows
@@ -143,12 +146,12 @@ class MemoryScan:
 
         def record(rows: int) -> Mapping[str, Any]:
             if last and rows >= len(given):
-                return replace(cursor, at=cursor.at + 1, after=None).to_json()
+                return replace(cursor, table_index=cursor.table_index + 1, after_key=None).to_json()
             if not rows or not schema.key:
                 return cursor.to_json()
-            return replace(cursor, after=given[rows - 1][0]).to_json()
+            return replace(cursor, after_key=given[rows - 1][0]).to_json()
 
-        self._cursor = replace(cursor, after=given[-1][0])
+        self._cursor = replace(cursor, after_key=given[-1][0])
         return ScanPiece(schema=schema, data=data, position=self._seen, table_done=last, record=record)
 
     def close(self) -> None:

@@ -26,15 +26,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tailrace.capture.memory.memory_tables import Cursor, MemoryScan, Tables
+from tailrace.capture.memory.memory_tables import MemoryScan, MemoryScanProgress, MemoryTables
 from tailrace.capture.port import Capabilities, Lag, SourceId, Stream, TableSnapshot
 from tailrace.errors import ConfigError, PositionLost, TailraceError, Unsupported
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.schema import TableId, TableSchema, no_such_column, unfitting
-from tailrace.validation import require_instance, require_whole
+from tailrace.model.schema import TableId, TableSchema, unknown_column_error, wrong_type_error
+from tailrace.validation import require_instance, require_integer
 
 _TRANSACTION_BYTES = 64
 """What a transaction takes in the log beside its rows."""
@@ -46,7 +46,7 @@ def batch_of(schema: TableSchema, *rows: tuple[Operation, Mapping[str, Any]]) ->
     for row in rows:
         _require_row(schema, row)
     stored = [
-        {field.name: 0 for field in change.ALWAYS}
+        {field.name: 0 for field in change.REQUIRED}
         | {change.POSITION: "", change.OP: operation.value}
         | {change.stored_name(name): values.get(name) for name in schema.names}
         for operation, values in rows
@@ -56,7 +56,7 @@ def batch_of(schema: TableSchema, *rows: tuple[Operation, Mapping[str, Any]]) ->
     try:
         data = pa.RecordBatch.from_pylist(stored, schema=pa.schema(fields))
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        raise unfitting(schema) from error
+        raise wrong_type_error(schema) from error
     return ChangeBatch(schema=schema, data=data, truncates=truncates)
 
 
@@ -71,11 +71,11 @@ def _require_row(schema: TableSchema, row: object) -> None:
                 hint='Give `(Operation.INSERT, {"id": 1})` for each.',
             )
     if unknown:
-        raise no_such_column(schema, unknown)
+        raise unknown_column_error(schema, unknown)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Transaction:
+class _MemoryTransaction:
     number: int
     end: Lsn
     committed_at: int
@@ -149,16 +149,16 @@ class MemoryCapture:
         chunk_rows: int = 100,
     ) -> None:
         """With `keep_tables` it knows what its tables hold, and they can be scanned, so many rows to a chunk."""
-        require_whole("window_transactions_max", window_transactions_max, least=1)
-        require_whole("chunk_rows", chunk_rows, least=1)
+        require_integer("window_transactions_max", window_transactions_max, least=1)
+        require_integer("chunk_rows", chunk_rows, least=1)
         if part_rows_max is not None:
-            require_whole("part_rows_max", part_rows_max, least=1)
+            require_integer("part_rows_max", part_rows_max, least=1)
         self.identity = SourceId(kind="memory", system=uuid.uuid4().hex, database="", timeline=1)
         self.window_transactions_max, self.part_rows_max = window_transactions_max, part_rows_max
-        self._kept: deque[_Transaction] = deque()
-        self._tables = Tables() if keep_tables else None
+        self._kept: deque[_MemoryTransaction] = deque()
+        self._tables = MemoryTables() if keep_tables else None
         self._chunk_rows = chunk_rows
-        self.hidden: set[int] = set()
+        self.hidden_transactions: set[int] = set()
         """Transactions that are in the stream, and that no snapshot sees."""
         self._count = 0
         self._end = self._confirmed = ZERO
@@ -189,14 +189,16 @@ class MemoryCapture:
                 self._tables.apply(batches)
             self._end = Lsn(self._end.value + size)
             self._kept.append(
-                _Transaction(number=self._count, end=self._end, committed_at=time.time_ns() // 1000, batches=batches)
+                _MemoryTransaction(
+                    number=self._count, end=self._end, committed_at=time.time_ns() // 1000, batches=batches
+                )
             )
             self._changed.notify_all()
             return self._end
 
     def quiet(self, size_bytes: int) -> Lsn:
         """Move the log on without a change, as writes to tables nobody captures do; where it ends then."""
-        require_whole("size_bytes", size_bytes, least=0)
+        require_integer("size_bytes", size_bytes, least=0)
         with self._changed:
             self._end = Lsn(self._end.value + size_bytes)
             return self._end
@@ -231,17 +233,17 @@ class MemoryCapture:
     def scan(self, tables: Sequence[TableId], *, live: bool, where: str | None = None) -> MemoryScan:
         if where is not None:
             raise Unsupported("this source knows no conditions", hint="Read all rows.")
-        cursor = Cursor(tables=tuple(tables), live=live)
-        return MemoryScan(cursor, self._view, self.hidden, self._chunk_rows, fresh=True)
+        cursor = MemoryScanProgress(tables=tuple(tables), incremental=live)
+        return MemoryScan(cursor, self._view, self.hidden_transactions, self._chunk_rows, fresh=True)
 
     def resume_scan(self, record: Mapping[str, Any]) -> MemoryScan | None:
-        cursor = Cursor.from_json(record)
+        cursor = MemoryScanProgress.from_json(record)
         tables, _ = self._view()
-        if not all(tables.get(table).schema.key for table in cursor.tables[cursor.at :]):
+        if not all(tables.get(table).schema.key for table in cursor.tables[cursor.table_index :]):
             return None
-        return MemoryScan(cursor, self._view, self.hidden, self._chunk_rows, fresh=False)
+        return MemoryScan(cursor, self._view, self.hidden_transactions, self._chunk_rows, fresh=False)
 
-    def _view(self) -> tuple[Tables, Lsn]:
+    def _view(self) -> tuple[MemoryTables, Lsn]:
         if self._tables is None:
             raise Unsupported("this source does not know what its tables hold", hint="Make it with `keep_tables=True`.")
         with self._changed:
@@ -303,7 +305,7 @@ class MemoryCapture:
                 self._kept.popleft()
 
 
-def _window(after: Lsn, picked: list[_Transaction], given: int) -> Window:
+def _window(after: Lsn, picked: list[_MemoryTransaction], given: int) -> Window:
     """These transactions, the first without the rows that were given out before."""
     batches: list[ChangeBatch] = []
     rows = 0
@@ -323,7 +325,7 @@ def _window(after: Lsn, picked: list[_Transaction], given: int) -> Window:
     )
 
 
-def _open_window(after: Lsn, transaction: _Transaction, begin: int, end: int) -> Window:
+def _open_window(after: Lsn, transaction: _MemoryTransaction, begin: int, end: int) -> Window:
     return Window(
         start=after,
         end=after,

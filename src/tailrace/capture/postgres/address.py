@@ -19,7 +19,7 @@ URL_HINT = "It looks like `postgresql://user:password@host:5432/database`."
 ENCODE_HINT = "Percent-encode special characters in user and password (`@` is %40, `/` is %2F, `%` is %25)."
 
 
-class Wrong(enum.Enum):
+class UrlProblem(enum.Enum):
     """What is wrong with a URL, in words that hold nothing of it."""
 
     FORM = "must be a URL that begins with `postgresql://`"
@@ -28,36 +28,36 @@ class Wrong(enum.Enum):
     PORT = "has a port that is not a number from 1 to 65535"
 
 
-def wrong_with(url: object) -> Wrong | None:
+def find_url_problem(url: object) -> UrlProblem | None:
     """What libpq would stumble over; None: nothing."""
     scheme, separator, rest = url.partition("://") if isinstance(url, str) else ("", "", "")
     if not separator or scheme not in ("postgresql", "postgres"):
-        return Wrong.FORM
+        return UrlProblem.FORM
     if re.search(r"[\s\x00-\x1f\x7f]", rest):
-        return Wrong.SPACE
+        return UrlProblem.SPACE
     authority = re.split(r"[/?]", rest, maxsplit=1)[0]
     if authority.count("@") > 1 or re.search(r"%(?![0-9A-Fa-f]{2})", authority):
-        return Wrong.ENCODING
+        return UrlProblem.ENCODING
     for host in authority.rpartition("@")[2].split(","):
         port = re.sub(r"^(\[[^\]]*\]|[^:]*):?", "", host)
         if port and not (re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) < 65536):
-            return Wrong.PORT
+            return UrlProblem.PORT
     return None
 
 
 def require_url(what: str, url: object) -> None:
     """Refuse what is no server's address."""
-    wrong = wrong_with(url)
+    wrong = find_url_problem(url)
     if wrong is not None:
-        hint = URL_HINT if wrong is Wrong.FORM else f"{URL_HINT} {ENCODE_HINT}"
+        hint = URL_HINT if wrong is UrlProblem.FORM else f"{URL_HINT} {ENCODE_HINT}"
         raise ConfigError(f"`{what}` {wrong.value}", hint=hint)
 
 
-def is_slot(name: object) -> bool:
+def is_slot_name(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"[a-z0-9_]{1,63}", name) is not None
 
 
-def is_publication(name: object) -> bool:
+def is_publication_name(name: object) -> bool:
     if not isinstance(name, str) or not 0 < len(name.encode()) <= PUBLICATION_BYTES_MAX:
         return False
     return name.isprintable() and not re.search(r"[\"'\\]", name)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tailrace.capture.postgres import values
-from tailrace.capture.postgres.invalid_text import Text, check_text
+from tailrace.capture.postgres.invalid_text import TextHandling, check_text
 from tailrace.capture.postgres.values import ABSENT, NULL, Bytes, Cells, Ints, u32
 from tailrace.kernels import kernel
 from tailrace.model import change
@@ -35,12 +35,12 @@ MOVED, FULL_BEFORE = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class WindowRows:
     """Where each change of a window lies, one entry a row, and what is known of the transactions."""
 
     slot: npt.NDArray[np.int32]
     op: npt.NDArray[np.int32]
-    how: npt.NDArray[np.int32]
+    flags: npt.NDArray[np.int32]
     tx: npt.NDArray[np.int32]
     index: npt.NDArray[np.int32]
     new: Ints
@@ -122,7 +122,7 @@ def _absent(size: Any, rows: Any, columns: Any) -> None:
                 found += 1
 
 
-class Shape:
+class TableLayout:
     """A table's shape, with what every batch of it needs made ready."""
 
     def __init__(self, schema: TableSchema, kinds: dict[pa.DataType, int]) -> None:
@@ -142,7 +142,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class _Laid:
+class _CellLayout:
     """Where the cells of every column of every batch lie: columns of one type end to end."""
 
     begins: Ints
@@ -154,11 +154,17 @@ class _Laid:
     size: Ints
 
 
-def batches_of(
-    b: Bytes, shapes: Sequence[Shape], types: Sequence[pa.DataType], rows: Rows, order: Ints, begins: Ints, text: Text
+def build_batches(
+    b: Bytes,
+    shapes: Sequence[TableLayout],
+    types: Sequence[pa.DataType],
+    rows: WindowRows,
+    order: Ints,
+    begins: Ints,
+    text: TextHandling,
 ) -> list[ChangeBatch]:
     """A batch for each shape: of the rows that `order` names from `begins[k]` to `begins[k + 1]`."""
-    new, old, how, op = rows.new[order], rows.old[order], rows.how[order], rows.op[order]
+    new, old, how, op = rows.new[order], rows.old[order], rows.flags[order], rows.op[order]
     laid = _lay_out(shapes, begins)
     absent = np.zeros(len(shapes), np.int64)
     _cells(
@@ -204,14 +210,14 @@ def batches_of(
     return found
 
 
-def message_batch(b: Bytes, shape: Shape, rows: Rows, order: Ints, text: Text) -> ChangeBatch:
+def build_message_batch(b: Bytes, shape: TableLayout, rows: WindowRows, order: Ints, text: TextHandling) -> ChangeBatch:
     """The batch of the `message` stream: of such a row `new` is where its prefix begins, and `old` its content."""
-    text = Text.REPLACED if text is Text.REFUSED else text  # a prefix is no value of anybody's column
+    text = TextHandling.REPLACED if text is TextHandling.REFUSED else text  # a prefix is no value of anybody's column
     prefix, content = rows.new[order], rows.old[order]
     sizes = b[content[:, None] + np.arange(-4, 0)].view(">u4").astype(np.int64).reshape(-1)
     arrays = [
         *_about(rows, order, rows.op[order]),
-        check_text(values.typed(Cells(b, prefix, content - prefix - 5), pa.string()), text).column,
+        check_text(values.convert_cells(Cells(b, prefix, content - prefix - 5), pa.string()), text).column,
         values.text_column(Cells(b, content, sizes)).cast(pa.binary()),
         pa.array(b[prefix - 9] & 1 == 1),
     ]
@@ -219,7 +225,7 @@ def message_batch(b: Bytes, shape: Shape, rows: Rows, order: Ints, text: Text) -
     return ChangeBatch(schema=shape.schema, data=pa.RecordBatch.from_arrays(arrays, schema=fields))
 
 
-def _about(rows: Rows, order: Ints, op: npt.NDArray[np.int32]) -> list[pa.Array]:
+def _about(rows: WindowRows, order: Ints, op: npt.NDArray[np.int32]) -> list[pa.Array]:
     """The columns that every change has, for all rows at once."""
     tx = rows.tx[order]
     found = [OPERATION_NAMES.take(pa.array(op)), pa.array(order)]
@@ -229,7 +235,7 @@ def _about(rows: Rows, order: Ints, op: npt.NDArray[np.int32]) -> list[pa.Array]
     return [*found, pa.array(rows.tx_time[tx]).view(_INSTANT)]
 
 
-def _lay_out(shapes: Sequence[Shape], begins: Ints) -> _Laid:
+def _lay_out(shapes: Sequence[TableLayout], begins: Ints) -> _CellLayout:
     counts = np.array([shape.kinds.size for shape in shapes], np.int64)
     kinds = np.concatenate([shape.kinds for shape in shapes])
     lengths = np.repeat(np.diff(begins), counts)
@@ -239,24 +245,24 @@ def _lay_out(shapes: Sequence[Shape], begins: Ints) -> _Laid:
     places[by_kind] = ends - lengths[by_kind]
     total = int(ends[-1]) if ends.size else 0
     columns_at = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    return _Laid(begins, columns_at, places, by_kind, np.zeros(total, np.int64), np.empty(total, np.int64))
+    return _CellLayout(begins, columns_at, places, by_kind, np.zeros(total, np.int64), np.empty(total, np.int64))
 
 
 def _convert(
-    b: Bytes, shapes: Sequence[Shape], types: Sequence[pa.DataType], laid: _Laid, text: Text
-) -> tuple[list[pa.Array], dict[int, list[Unfit]]]:
+    b: Bytes, shapes: Sequence[TableLayout], types: Sequence[pa.DataType], laid: _CellLayout, text: TextHandling
+) -> tuple[list[pa.Array], dict[int, list[UnfitCells]]]:
     """Every column of every batch, and by batch what did not fit."""
     kinds = np.concatenate([shape.kinds for shape in shapes])[laid.by_kind]
     lengths = np.repeat(np.diff(laid.begins), np.diff(laid.columns_at)).tolist()
     columns: list[pa.Array] = [None] * kinds.size
-    unfit: dict[int, list[Unfit]] = {}
+    unfit: dict[int, list[UnfitCells]] = {}
     cuts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), kinds.size] if kinds.size else []
     by_kind, places = laid.by_kind.tolist(), laid.places.tolist()
     for low, high in itertools.pairwise(cuts):
         begin, last = places[by_kind[low]], by_kind[high - 1]
         end = places[last] + lengths[last]
         cells = Cells(b, laid.at[begin:end], laid.size[begin:end])
-        converted = check_text(values.typed(cells, types[kinds[low]]), text)
+        converted = check_text(values.convert_cells(cells, types[kinds[low]]), text)
         for column in by_kind[low:high]:
             columns[column] = converted.column.slice(places[column] - begin, lengths[column])
         if converted.unfit.size:
@@ -265,7 +271,12 @@ def _convert(
 
 
 def _share_out(
-    b: Bytes, cells: Ints, shapes: Sequence[Shape], laid: _Laid, columns: list[int], unfit: dict[int, list[Unfit]]
+    b: Bytes,
+    cells: Ints,
+    shapes: Sequence[TableLayout],
+    laid: _CellLayout,
+    columns: list[int],
+    unfit: dict[int, list[UnfitCells]],
 ) -> None:
     """Cells that did not fit, given to the batches and columns they belong to."""
     starts = laid.places[columns]
@@ -275,7 +286,7 @@ def _share_out(
         k = int(np.searchsorted(laid.columns_at, column, side="right")) - 1
         name = shapes[k].schema.columns[column - int(laid.columns_at[k])].name
         where = Cells(b, laid.at[mine], laid.size[mine])
-        unfit.setdefault(k, []).append(Unfit(name, mine - starts[owner], where))
+        unfit.setdefault(k, []).append(UnfitCells(name, mine - starts[owner], where))
 
 
 def _find_cells(b: Bytes, schema: TableSchema, tuples: Ints) -> list[Cells]:
@@ -288,7 +299,7 @@ def _find_cells(b: Bytes, schema: TableSchema, tuples: Ints) -> list[Cells]:
 
 
 @dataclass(frozen=True)
-class Unfit:
+class UnfitCells:
     """Cells of one column whose text its type cannot hold, and the rows they stand in."""
 
     name: str
@@ -296,16 +307,18 @@ class Unfit:
     cells: Cells
 
 
-def typed_or_unfit(cells: Cells, column: Column, name: str, unfit: list[Unfit], text: Text) -> pa.Array:
+def convert_noting_unfit(
+    cells: Cells, column: Column, name: str, unfit: list[UnfitCells], text: TextHandling
+) -> pa.Array:
     """The cells as a column, null where they do not fit; those are noted."""
-    converted = check_text(values.typed(cells, column.type), text)
+    converted = check_text(values.convert_cells(cells, column.type), text)
     if converted.unfit.size:
         rows = converted.unfit
-        unfit.append(Unfit(name, rows, Cells(cells.buffer, cells.at[rows], cells.size[rows])))
+        unfit.append(UnfitCells(name, rows, Cells(cells.buffer, cells.at[rows], cells.size[rows])))
     return converted.column
 
 
-def unfit_column(unfit: list[Unfit], rows: int) -> pa.Array:
+def unfit_column(unfit: list[UnfitCells], rows: int) -> pa.Array:
     """`_unfit`: the exact text of what a column's type cannot hold. Rare, so plain Python."""
     found: dict[int, list[dict[str, str]]] = {}
     for item in unfit:
@@ -318,7 +331,15 @@ def unfit_column(unfit: list[Unfit], rows: int) -> pa.Array:
 
 
 def _optional(
-    b: Bytes, schema: TableSchema, laid: _Laid, k: int, absent: int, old: Ints, how: Any, unfit: list[Unfit], text: Text
+    b: Bytes,
+    schema: TableSchema,
+    laid: _CellLayout,
+    k: int,
+    absent: int,
+    old: Ints,
+    how: Any,
+    unfit: list[UnfitCells],
+    text: TextHandling,
 ) -> dict[str, pa.Array]:
     """The columns that most batches do not need; absent when null throughout."""
     found: dict[str, pa.Array] = {}
@@ -347,7 +368,13 @@ def _names_per_row(schema: TableSchema, rows: Any, which: Any, n: int) -> pa.Arr
 
 
 def _old(
-    b: Bytes, schema: TableSchema, tuples: Ints, names: Sequence[str], into: str, unfit: list[Unfit], text: Text
+    b: Bytes,
+    schema: TableSchema,
+    tuples: Ints,
+    names: Sequence[str],
+    into: str,
+    unfit: list[UnfitCells],
+    text: TextHandling,
 ) -> pa.Array:
     """The old tuple as a struct of the named columns; null where there is none.
 
@@ -356,7 +383,7 @@ def _old(
     cells = _find_cells(b, schema, tuples)
     picked = [(cell, column) for cell, column in zip(cells, schema.columns, strict=True) if column.name in names]
     return pa.StructArray.from_arrays(
-        [typed_or_unfit(cell, column, f"{into}.{column.name}", unfit, text) for cell, column in picked],
+        [convert_noting_unfit(cell, column, f"{into}.{column.name}", unfit, text) for cell, column in picked],
         fields=[pa.field(change.stored_name(column.name), column.type) for _, column in picked],
         mask=pa.array(tuples < 0),
     )

@@ -16,8 +16,14 @@ from dataclasses import dataclass
 
 import psycopg
 
-from tailrace.capture.postgres.connect import explain
-from tailrace.capture.postgres.relation_facts import AS_BYTES, SENT, TREE, Announced, read_facts
+from tailrace.capture.postgres.connect import map_error
+from tailrace.capture.postgres.relation_facts import (
+    COLUMN_IS_SENT_SQL,
+    PARTITION_TREE_SQL,
+    TEXT_AS_BYTES_SQL,
+    AnnouncedColumns,
+    read_facts,
+)
 from tailrace.capture.postgres.types import arrow_type, is_known
 from tailrace.errors import ProtocolViolation, SourceTableMissing, Unsupported
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
@@ -30,17 +36,19 @@ KEY_OF_INDEX = "(i.indkey::int2[])[0:i.indnkeyatts - 1]"  # an int2vector counts
 # table that of every leaf, since REPLICA IDENTITY does not reach them. A deferrable key is none, and neither is one
 # with a column that is never sent: 18 refuses the application's updates then, also of a virtual column under FULL.
 _USABLE = f"""not exists (
-  select from {TREE} m join pg_class p on p.oid = m.oid and (p.relkind <> 'p' or p.oid = {{table}})
+  select from {PARTITION_TREE_SQL} m join pg_class p on p.oid = m.oid and (p.relkind <> 'p' or p.oid = {{table}})
   where p.relreplident <> (select relreplident from pg_class where oid = {{table}})
      or exists (select from pg_attribute a where p.relreplident = 'f' and a.attrelid = p.oid and a.attgenerated = 'v')
      or not (p.relreplident = 'f' or exists (
        select from pg_index i where i.indrelid = p.oid and i.indisvalid and i.indimmediate
        and case p.relreplident when 'd' then i.indisprimary when 'i' then i.indisreplident else false end
        and not exists (
-         select from pg_attribute a where a.attrelid = p.oid and a.attnum = any({KEY_OF_INDEX}) and not {SENT}))))"""
+         select from pg_attribute a
+         where a.attrelid = p.oid and a.attnum = any({KEY_OF_INDEX}) and not {COLUMN_IS_SENT_SQL}))))"""
 
 _TABLES = f"""
-select c.oid::int8, {AS_BYTES.format(text="n.nspname::text")}, {AS_BYTES.format(text="c.relname::text")},
+select c.oid::int8, {TEXT_AS_BYTES_SQL.format(text="n.nspname::text")},
+       {TEXT_AS_BYTES_SQL.format(text="c.relname::text")},
        c.relpersistence = 'p', c.relreplident::text, c.reltuples::float8::int8, {_USABLE.format(table="c.oid")},
        array(select a.relid::oid::int8 from pg_partition_ancestors(c.oid) a(relid) where a.relid <> c.oid)
 from pg_class c join pg_namespace n on n.oid = c.relnamespace
@@ -50,7 +58,7 @@ order by 2, 3
 
 _COLUMNS = f"""
 select a.attname, a.atttypid::int8, a.atttypmod from pg_attribute a
-where a.attrelid = %s and a.attnum > 0 and not a.attisdropped and ({SENT} or %s)
+where a.attrelid = %s and a.attnum > 0 and not a.attisdropped and ({COLUMN_IS_SENT_SQL} or %s)
 order by a.attnum
 """
 
@@ -107,7 +115,8 @@ select t.oid::int8, (select relkind::text from pg_class where oid = t.oid), {_US
 not exists (
   select from pg_class c join pg_index i on i.indrelid = c.oid
   join pg_attribute a on a.attrelid = c.oid and a.attnum = any({KEY_OF_INDEX})
-  where c.oid = t.oid and case c.relreplident when 'i' then i.indisreplident else i.indisprimary end and not {SENT})
+  where c.oid = t.oid and case c.relreplident when 'i' then i.indisreplident else i.indisprimary end
+    and not {COLUMN_IS_SENT_SQL})
 from unnest(%s::oid[]) t(oid)
 """
 
@@ -121,19 +130,19 @@ NAME_MAX = 255
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class AnnouncedTable:
     """What is known of a table before the catalogue is asked for its types."""
 
     table: TableId
     oid: int
     replica: str
-    columns: Announced
+    columns: AnnouncedColumns
     flagged: tuple[str, ...] = ()
     """The key, where a message says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Now:
+class CurrentIdentity:
     """What the catalogue says of a table's identity, whenever its rows were written."""
 
     kind: str | None
@@ -181,7 +190,7 @@ select asked.place, md5(string_agg(
 from unnest(%s::text[], %s::text[]) with ordinality asked(nspname, relname, place)
   join pg_namespace n on n.nspname = asked.nspname
   join pg_class c on c.relnamespace = n.oid and c.relname = asked.relname and c.relkind in ('r', 'p')
-  cross join lateral {TREE.format(table="c.oid")} t join pg_class l on l.oid = t.oid
+  cross join lateral {PARTITION_TREE_SQL.format(table="c.oid")} t join pg_class l on l.oid = t.oid
   left join pg_attribute a on a.attrelid = l.oid and a.attnum > 0
 group by asked.place, c.oid
 """
@@ -238,10 +247,10 @@ class Catalogue:
             published = self._published(table, publications, {name for name, _, _ in columns})
             if published or not unpublished:
                 columns = [column for column in columns if column[0] in published]
-        told = Told(table=table, oid=oid, replica=replica, columns=columns)
+        told = AnnouncedTable(table=table, oid=oid, replica=replica, columns=columns)
         return self._shapes([told], publications or (), {})[0]
 
-    def stamps(self, tables: Sequence[TableId]) -> dict[TableId, str]:
+    def definition_versions(self, tables: Sequence[TableId]) -> dict[TableId, str]:
         """For each table that is there a text that is another one whenever its definition, or its storage, is."""
         names = [[table.schema for table in tables], [table.name for table in tables]]
         return {tables[place - 1]: stamp for place, stamp in self._rows(_STAMPS, tuple(names))}
@@ -253,19 +262,21 @@ class Catalogue:
         one without a condition lets everything pass. A load takes every row that any of the three can be told
         of: the base of a later update must be there. That is also what a native subscriber copies.
         """
-        conditions = {condition for _, condition in self._told_of(table, publications)}
+        conditions = {condition for _, condition in self._publication_entries(table, publications)}
         if None in conditions:
             return None
         return " OR ".join(sorted(condition for condition in conditions if condition)) or None
 
-    def _told_of(self, table: TableId, publications: Sequence[str]) -> list[tuple[list[str] | None, str | None]]:
+    def _publication_entries(
+        self, table: TableId, publications: Sequence[str]
+    ) -> list[tuple[list[str] | None, str | None]]:
         """The columns that each publication sends of the table, and the condition for its rows."""
         named = (list(publications), table.schema, table.name)
         return self._rows(_PUBLISHED, named) or self._rows(_PUBLISHED_IN_TREE, named)
 
     def _published(self, table: TableId, publications: Sequence[str], columns: set[str]) -> set[str]:
         """Which of the columns are sent."""
-        told = self._told_of(table, publications)
+        told = self._publication_entries(table, publications)
         lists = {frozenset(columns.intersection(names or ())) for names, _ in told}
         if len(lists) > 1:
             raise Unsupported(
@@ -288,7 +299,9 @@ class Catalogue:
         """
         told = [
             # Under REPLICA IDENTITY FULL every column is flagged.
-            Told(table=table, oid=oid, replica=replica, columns=columns, flagged=flagged if replica in "di" else ())
+            AnnouncedTable(
+                table=table, oid=oid, replica=replica, columns=columns, flagged=flagged if replica in "di" else ()
+            )
             for oid, table, replica, columns, flagged in map(parse_relation, messages)
         ]
         with self.one_view():
@@ -305,10 +318,10 @@ class Catalogue:
                 self._connection.execute("set transaction isolation level repeatable read, read only")
                 yield
         except psycopg.Error as error:
-            raise explain(error) from error
+            raise map_error(error) from error
 
     def _shapes(
-        self, told: Sequence[Told], publications: Sequence[str], known: Mapping[int, TableSchema]
+        self, told: Sequence[AnnouncedTable], publications: Sequence[str], known: Mapping[int, TableSchema]
     ) -> list[TableSchema]:
         oids, columns = [item.oid for item in told], [column for item in told for column in item.columns]
         types = iter(self._rows(_TYPES, ([kind for _, kind, _ in columns], [modifier for _, _, modifier in columns])))
@@ -316,7 +329,7 @@ class Catalogue:
         for oid, primary, replica, names in self._rows(_INDEX_KEYS, (oids,)):
             keys.update({(oid, kind): tuple(names) for kind, is_one in (("p", primary), ("i", replica)) if is_one})
         now = {
-            oid: Now(
+            oid: CurrentIdentity(
                 kind=kind,
                 usable=usable,
                 key_is_sent=sent,
@@ -350,7 +363,7 @@ class Catalogue:
         try:
             return self._connection.execute(query, arguments, prepare=False).fetchall()
         except psycopg.Error as error:
-            raise explain(error) from error
+            raise map_error(error) from error
 
 
 def table_id(schema: bytes, name: bytes) -> TableId | None:
@@ -382,7 +395,7 @@ def _as_before(column: Column, before: TableSchema) -> Column:
 
 
 def key_and_identity(
-    told: Told, now: Now, before: TableSchema | None, *, shown: bool
+    told: AnnouncedTable, now: CurrentIdentity, before: TableSchema | None, *, shown: bool
 ) -> tuple[tuple[str, ...], Identity]:
     """What a table's rows are known by, and what is told of old ones.
 

@@ -20,7 +20,7 @@ import psycopg
 from psycopg import sql
 
 from tailrace.capture.postgres.catalogue import Catalogue
-from tailrace.capture.postgres.connect import explain
+from tailrace.capture.postgres.connect import map_error
 from tailrace.model.schema import TableId, TableSchema
 
 CHUNK_BYTES = 64 << 20
@@ -32,7 +32,7 @@ ORDERED_PART = 0.95
 as fast as pages."""
 
 
-class Cut(enum.Enum):
+class ChunkKind(enum.Enum):
     """What the chunks of a plan are ranges of."""
 
     PLACE = "place"
@@ -59,7 +59,7 @@ class Leaf:
         return sql.Identifier(self.schema, self.name)
 
     @property
-    def rows(self) -> sql.Composed:
+    def rows_sql(self) -> sql.Composed:
         """What to read from. A partitioned table that is read as one has no file of its own."""
         return sql.SQL("only {}" if self.file > 0 else "{}").format(self.identifier)
 
@@ -78,7 +78,7 @@ class Chunk:
     key: tuple[tuple[str, str], ...] = ()
     """Name and type of the columns that the bounds are of, in the order of the index."""
 
-    def conditions(self) -> list[sql.Composable]:
+    def conditions_sql(self) -> list[sql.Composable]:
         """What the rows of the chunk fulfil, as SQL."""
         found: list[sql.Composable] = []
         if self.pages is not None:
@@ -122,7 +122,7 @@ class Plan:
     schema: TableSchema
     leaves: tuple[Leaf, ...]
     chunks: tuple[Chunk, ...]
-    cut: Cut
+    cut: ChunkKind
 
     @property
     def bytes(self) -> int:
@@ -142,7 +142,7 @@ class Plan:
             schema=TableSchema.from_json(stored["schema"]),
             leaves=tuple(Leaf(**leaf) for leaf in stored["leaves"]),
             chunks=tuple(Chunk.from_json(chunk) for chunk in stored["chunks"]),
-            cut=Cut(stored["cut"]),
+            cut=ChunkKind(stored["cut"]),
         )
 
 
@@ -180,7 +180,7 @@ def plan_table(
     connection: psycopg.Connection,
     table: TableId,
     publications: Sequence[str] | None,
-    cut: Cut,
+    cut: ChunkKind,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Plan:
     """Cut a table into chunks of about so many bytes. A table without a key is always cut by place."""
@@ -192,27 +192,27 @@ def plan_table(
         total = sum(leaf.bytes for leaf in leaves)
         size = max(chunk_bytes, -(-total // CHUNKS_MAX))
         if not schema.key:
-            cut = Cut.PLACE
+            cut = ChunkKind.PLACE
         keyed: list[tuple[Leaf, _Key | None, list[tuple[str, ...]]]] = []
         ordered = True
         for leaf in leaves:
             count = max(1, round(leaf.bytes / size))
-            key = _key_of(connection, leaf, schema) if cut is not Cut.PLACE and count > 1 else None
+            key = _key_of(connection, leaf, schema) if cut is not ChunkKind.PLACE and count > 1 else None
             bounds: list[tuple[str, ...]] = []
             if key is not None:
                 bounds, in_order = _bounds(connection, leaf, key, count)
                 ordered = ordered and in_order
             keyed.append((leaf, key, bounds))
     except psycopg.Error as error:
-        raise explain(error) from error
-    if cut is Cut.EITHER:
-        cut = Cut.KEY if ordered else Cut.PLACE
+        raise map_error(error) from error
+    if cut is ChunkKind.EITHER:
+        cut = ChunkKind.KEY if ordered else ChunkKind.PLACE
     numbers = itertools.count()
     chunks = [
         chunk
         for leaf, key, bounds in keyed
         for chunk in (
-            _by_key(leaf, key, bounds, numbers) if cut is Cut.KEY and key else _by_place(leaf, size, numbers, cut)
+            _by_key(leaf, key, bounds, numbers) if cut is ChunkKind.KEY and key else _by_place(leaf, size, numbers, cut)
         )
     ]
     return Plan(schema=schema, leaves=leaves, chunks=tuple(chunks), cut=cut)
@@ -269,9 +269,9 @@ def _by_key(leaf: Leaf, key: _Key, bounds: list[tuple[str, ...]], numbers: itert
     ]
 
 
-def _by_place(leaf: Leaf, size: int, numbers: itertools.count[int], cut: Cut) -> list[Chunk]:
+def _by_place(leaf: Leaf, size: int, numbers: itertools.count[int], cut: ChunkKind) -> list[Chunk]:
     """Ranges of pages; the last one is open, for a table grows. All of it, if it is small or has no usable key."""
-    count = max(1, round(leaf.bytes / size)) if cut is Cut.PLACE else 1
+    count = max(1, round(leaf.bytes / size)) if cut is ChunkKind.PLACE else 1
     step = -(-leaf.pages // count) or 1
     starts = list(range(0, leaf.pages, step)) or [0]
     if len(starts) == 1:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tailrace.capture.postgres.address import PUBLICATION_FORM, SLOT_FORM, is_publication, is_slot, require_url
+from tailrace.capture.postgres.address import (
+    PUBLICATION_FORM,
+    SLOT_FORM,
+    is_publication_name,
+    is_slot_name,
+    require_url,
+)
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
-from tailrace.validation import require_function
+from tailrace.validation import require_callable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +48,13 @@ class PostgresSettings:
         require_url("url", self.url)
         if self.standby is not None:
             require_url("standby", self.standby)
-        require_function("wanted", self.wanted, "Give a function of a `TableId`; of a set, `tables.__contains__`.")
+        require_callable("wanted", self.wanted, "Give a function of a `TableId`; of a set, `tables.__contains__`.")
         for what in ("named", "messages"):
             if getattr(self, what) is not None:
-                require_function(what, getattr(self, what), f"Give a function: `{what}=function`, or nothing.")
-        if not is_slot(self.slot):
+                require_callable(what, getattr(self, what), f"Give a function: `{what}=function`, or nothing.")
+        if not is_slot_name(self.slot):
             raise ConfigError(f"`slot` must be {SLOT_FORM}", hint='For example: `slot="my_program"`.')
-        if not is_publication(self.publication):
+        if not is_publication_name(self.publication):
             hint = 'For example: `publication="my_program"`.'
             raise ConfigError(f"`publication` must be {PUBLICATION_FORM}", hint=hint)
 

@@ -17,7 +17,7 @@ from psycopg.pq.abc import PGconn, PGresult
 
 from tailrace.capture.postgres.address import require_url
 from tailrace.errors import (
-    LOST_HINT,
+    POSITION_LOST_HINT,
     PositionLost,
     SlotBusy,
     SourceError,
@@ -67,7 +67,7 @@ def connect(url: str) -> psycopg.Connection:
         connection = psycopg.connect(url, autocommit=True, **_ARGUMENTS)  # type: ignore[arg-type] # libpq's own names
         connection.execute(SESSION)
     except psycopg.Error as error:
-        raise explain(error, url) from error
+        raise map_error(error, url) from error
     return connection
 
 
@@ -77,12 +77,12 @@ def connect_replication(url: str) -> PGconn:
     try:
         text = psycopg.conninfo.make_conninfo(url, replication="database", **_ARGUMENTS)
     except psycopg.Error as error:
-        raise explain(error, url) from error
+        raise map_error(error, url) from error
     connection = pq.PGconn.connect(text.encode())
     if connection.status != pq.ConnStatus.OK:
         message = connection.get_error_message()
         connection.finish()
-        raise explain_text(message, url)
+        raise map_error_text(message, url)
     command(connection, SESSION)
     if has_no_encoding(connection):
         command(connection, _AS_IT_IS)
@@ -90,7 +90,7 @@ def connect_replication(url: str) -> PGconn:
 
 
 @contextmanager
-def text_as_it_is(connection: PGconn) -> Iterator[None]:
+def unchecked_text(connection: PGconn) -> Iterator[None]:
     """A server without an encoding sends its texts unchecked while this lasts; any other sends UTF-8 as always.
 
     Asked for UTF-8, a server without an encoding refuses a text that is none, and the whole read with it.
@@ -125,7 +125,7 @@ def patient_command(connection: PGconn, text: str) -> list[str | None]:
             connection.consume_input()
         result = connection.get_result()
     except psycopg.Error as error:
-        raise explain(error) from error
+        raise map_error(error) from error
     except BaseException:
         with suppress(psycopg.Error):
             connection.get_cancel().cancel()
@@ -137,7 +137,7 @@ def patient_command(connection: PGconn, text: str) -> list[str | None]:
 def _first_row(result: PGresult) -> list[str | None]:
     if result.status not in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK, pq.ExecStatus.COPY_BOTH):
         state = result.error_field(pq.DiagnosticField.SQLSTATE) or b""
-        raise explain_text(result.get_error_message(), "", state.decode())
+        raise map_error_text(result.get_error_message(), "", state.decode())
     if result.status != pq.ExecStatus.TUPLES_OK or result.ntuples == 0:
         return []
     cells = [result.get_value(0, column) for column in range(result.nfields)]
@@ -145,12 +145,12 @@ def _first_row(result: PGresult) -> list[str | None]:
     return [cell.decode(errors="replace") if cell is not None else None for cell in cells]
 
 
-def explain(error: psycopg.Error, url: str = "") -> TailraceError:
+def map_error(error: psycopg.Error, url: str = "") -> TailraceError:
     """What a server's error means for the operator."""
-    return explain_text(str(error), url, error.sqlstate or "")
+    return map_error_text(str(error), url, error.sqlstate or "")
 
 
-def place(url: str) -> str:
+def redacted_url(url: str) -> str:
     """The URL without user and password, for messages."""
     try:
         parts = urlsplit(url)
@@ -159,12 +159,12 @@ def place(url: str) -> str:
         return "the source"
 
 
-def explain_text(message: str, url: str = "", state: str = "") -> TailraceError:
+def map_error_text(message: str, url: str = "", state: str = "") -> TailraceError:
     """The same for a server's own words, and its SQLSTATE where there is one."""
     text = " ".join(message.split())
-    fields = {"source": place(url)} if url else {}
-    for meaning in _MEANINGS:
-        if meaning.fits(text, state):
+    fields = {"source": redacted_url(url)} if url else {}
+    for meaning in _ERROR_MAPPINGS:
+        if meaning.matches(text, state):
             return meaning.kind(f"{meaning.message}: {_said(text)}", **fields, hint=meaning.hint)
     if state.startswith("22") and state != "22012":
         return SourceError(
@@ -187,7 +187,7 @@ def explain_text(message: str, url: str = "", state: str = "") -> TailraceError:
     )
 
 
-class _Meaning(NamedTuple):
+class _ErrorMapping(NamedTuple):
     """What one of the server's refusals comes to, and how it is told: by what it says, or by its SQLSTATE."""
 
     kind: type[TailraceError]
@@ -198,72 +198,72 @@ class _Meaning(NamedTuple):
     states: tuple[str, ...] = ()
     """Any of these, or their first characters."""
 
-    def fits(self, text: str, state: str) -> bool:
+    def matches(self, text: str, state: str) -> bool:
         said = any(all(part in text for part in words.split("…")) for words in self.says)
         return said or state.startswith(self.states)
 
 
-_MEANINGS = (
-    _Meaning(
+_ERROR_MAPPINGS = (
+    _ErrorMapping(
         SourceRefused, "the server refused the login",
         "Check user and password in `source.url`, and pg_hba.conf on the server.",
         says=("password authentication failed", "no password supplied"), states=("28",),
     ),
-    _Meaning(
+    _ErrorMapping(
         SourceRefused, "the database does not exist", "Check the database's name at the end of `source.url`.",
         says=('database "…does not exist',), states=("3D000",),
     ),
-    _Meaning(
+    _ErrorMapping(
         Unsupported, "a name in the database is not UTF-8",
         "A database without an encoding (SQL_ASCII) does not check names. Rename it at the source.",
         states=("22021",),
     ),
-    _Meaning(
+    _ErrorMapping(
         SourceRefused, "row-level security hides rows from the role",
         "Grant it: ALTER ROLE … BYPASSRLS, or exclude the table.",
         says=("row-level security",),
     ),
-    _Meaning(
+    _ErrorMapping(
         SourceRefused, "the role lacks a right",
         "Grant it: ALTER ROLE … REPLICATION, CREATE on the database, ownership of (or SELECT on) the tables; or "
         "create publication and slot yourself and set `create: false` for them.",
         says=("permission denied", "must be superuser", "must be owner"), states=("42501",),
     ),
-    _Meaning(
+    _ErrorMapping(
         SourceUnreachable, "the server has no connection left",
         "Raise max_wal_senders or max_connections, or end sessions that are not needed.",
         says=("max_wal_senders", "too many connections", "remaining connection slots"),
     ),
-    _Meaning(
+    _ErrorMapping(
         SlotBusy, "the replication slot is in use",
         "Stop the other reader (see pg_replication_slots.active_pid), then start again.",
         says=("is active for PID",), states=("55006",),
     ),
-    _Meaning(
-        PositionLost, "the replication slot was invalidated", LOST_HINT,
+    _ErrorMapping(
+        PositionLost, "the replication slot was invalidated", POSITION_LOST_HINT,
         says=("can no longer get changes from replication slot", "has been invalidated"),
     ),
-    _Meaning(
+    _ErrorMapping(
         SourceRefused, "the server has no free replication slot",
         "Raise max_replication_slots (and max_wal_senders) and restart the server.",
         says=("all replication slots are in use",), states=("53400",),
     ),
-    _Meaning(
+    _ErrorMapping(
         SourceRefused, "the server refused the login", "Check the user in `source.url`, and pg_hba.conf on the server.",
         says=("no pg_hba.conf entry", "role…does not exist"),
     ),
-    _Meaning(
+    _ErrorMapping(
         SourceNotReady, "the publications do not agree on what they send of a table",
         "Give the table the same column list and options in each, or take it out of one: "
         "ALTER PUBLICATION … DROP TABLE …;",
         says=("cannot use different",),
     ),
-    _Meaning(
+    _ErrorMapping(
         SourceSlow, "the server ended a statement",
         "It is tried again. If it comes back, raise `load.chunk_timeout`, or see who holds locks for so long.",
         states=("57014", "55P03", "40001"),
     ),
-    _Meaning(
+    _ErrorMapping(
         # The server's functions look at now, whatever the transaction sees.
         SourceRewritten, "a table was dropped while it was asked for", "It is tried again.",
         says=("could not open relation with OID",),

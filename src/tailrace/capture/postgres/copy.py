@@ -19,9 +19,9 @@ from psycopg import pq, sql
 from psycopg.pq.abc import PGconn, PGresult
 
 from tailrace.capture.postgres import wire
-from tailrace.capture.postgres.connect import explain, explain_text, text_as_it_is
-from tailrace.capture.postgres.copy_binary import PRINTED, BinaryRows, kind_of
-from tailrace.capture.postgres.invalid_text import text_of
+from tailrace.capture.postgres.connect import map_error, map_error_text, unchecked_text
+from tailrace.capture.postgres.copy_binary import PRINTED, BinaryRows, binary_kind
+from tailrace.capture.postgres.invalid_text import text_handling_of
 from tailrace.capture.postgres.values import Bytes, Ints
 from tailrace.errors import SourceSlow, SourceUnreachable, TailraceError
 from tailrace.model.schema import TableSchema
@@ -52,13 +52,13 @@ def copy_rows(
 
     Gives up at the deadline (of the monotonic clock). The connection must be in a transaction.
     """
-    sent = text_of(connection.pgconn, replaced=invalid_text_replaced)
+    sent = text_handling_of(connection.pgconn, replaced=invalid_text_replaced)
     kinds, columns = selected(connection, schema, source)
     with _copying(connection, columns, source):
         yield from BinaryRows(schema, kinds, sent).batches(_pieces(connection.pgconn, deadline))
 
 
-def copy_marked(
+def copy_rows_marking_unfit(
     connection: psycopg.Connection,
     schema: TableSchema,
     source: sql.Composable,
@@ -68,7 +68,7 @@ def copy_marked(
 ) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
     """The same, but a value that its column's type cannot hold is null, and its text is told beside the rows, as
     `_unfit` has it. Costs more: every value comes as text."""
-    sent = text_of(connection.pgconn, replaced=invalid_text_replaced)
+    sent = text_handling_of(connection.pgconn, replaced=invalid_text_replaced)
     kinds, columns = selected(connection, schema, source, printed=True)
     with _copying(connection, columns, source):
         yield from BinaryRows(schema, kinds, sent).marked(_pieces(connection.pgconn, deadline))
@@ -78,7 +78,7 @@ def copy_marked(
 def _copying(connection: psycopg.Connection, columns: sql.Composed, source: sql.Composable) -> Iterator[None]:
     session = connection.pgconn
     query = sql.SQL("copy (select {} {}) to stdout (format binary)").format(columns, source)
-    with text_as_it_is(session):
+    with unchecked_text(session):
         session.send_query(query.as_bytes(connection))
         _await_copy(session)
         yield
@@ -96,13 +96,13 @@ def selected(
     names = [sql.Identifier(name) for name in schema.names]
     query = sql.SQL("select {} {}").format(sql.SQL(", ").join(names), source)
     types = _types(connection.pgconn, query.as_bytes(connection))
-    found_kinds = [kind_of(*of, column.type) for of, column in zip(types, schema.columns, strict=True)]
+    found_kinds = [binary_kind(*of, column.type) for of, column in zip(types, schema.columns, strict=True)]
     kinds = [PRINTED] * len(found_kinds) if printed else found_kinds
     texts = {number for (number, _), kind in zip(types, kinds, strict=True) if kind == PRINTED}
     try:
         found = connection.execute(_CASTS, (list(texts),), prepare=False).fetchall() if texts else []
     except psycopg.Error as error:
-        raise explain(error) from error
+        raise map_error(error) from error
     cast = {number for (number,) in found}
     plain, text, formatted = sql.SQL("{}"), sql.SQL("{}::text"), sql.SQL(_FORMATTED)
     parts = [
@@ -138,9 +138,9 @@ def _finish(connection: PGconn) -> None:
 
 def _explained(result: PGresult | None) -> TailraceError:
     if result is None:
-        return explain_text("the server ended the session")
+        return map_error_text("the server ended the session")
     state = result.error_field(pq.DiagnosticField.SQLSTATE) or b""
-    return explain_text(result.get_error_message(), state=state.decode())
+    return map_error_text(result.get_error_message(), state=state.decode())
 
 
 def _pieces(connection: PGconn, deadline: float) -> Iterator[tuple[Bytes, int]]:
@@ -153,7 +153,7 @@ def _pieces(connection: PGconn, deadline: float) -> Iterator[tuple[Bytes, int]]:
     try:
         yield from _drained(source, state, deadline)
     finally:
-        source.let_go(state)
+        source.release_pending(state)
     _finish(connection)
 
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tailrace.capture.postgres import values
-from tailrace.capture.postgres.batches import Unfit, typed_or_unfit, unfit_column
-from tailrace.capture.postgres.invalid_text import TEXT_HINT, Text, check_text
+from tailrace.capture.postgres.batches import UnfitCells, convert_noting_unfit, unfit_column
+from tailrace.capture.postgres.invalid_text import TEXT_HINT, TextHandling, check_text
 from tailrace.capture.postgres.types import UNFIT_HINT, arrow_type
 from tailrace.capture.postgres.values import (
     FIRST_DAY,
@@ -31,8 +31,8 @@ from tailrace.capture.postgres.values import (
     NULL,
     Bytes,
     Cells,
+    ConvertedColumn,
     Ints,
-    Typed,
     Word,
     u16,
     u32,
@@ -86,7 +86,7 @@ _HEX = np.frombuffer(b"0123456789abcdef", np.uint8)
 _FITS, _ABSENT, _UNFIT, _BROKEN = 0, 1, 2, 3
 
 
-def kind_of(number: int, modifier: int, wanted: pa.DataType) -> int:
+def binary_kind(number: int, modifier: int, wanted: pa.DataType) -> int:
     """How a column of the type with this number can come that is wanted as this type of Arrow's."""
     kind = KINDS.get(number, PRINTED)
     if arrow_type(number, modifier) != wanted or (kind == DECIMAL and not pa.types.is_decimal(wanted)):
@@ -336,7 +336,7 @@ def _fill(
 
 
 @dataclass(frozen=True)
-class _Laid:
+class _ColumnBuffers:
     """Where the columns of one batch lie in the memory that they share."""
 
     memory: pa.Buffer
@@ -350,7 +350,7 @@ class _Laid:
 class _Filled:
     """The same once the values are there. Printed ones lie where they came."""
 
-    laid: _Laid
+    laid: _ColumnBuffers
     room: Bytes
     printed: Cells
     nulls: Ints
@@ -365,7 +365,7 @@ class _Filled:
 class BinaryRows:
     """Reads pieces of a table's copy, one after the other. `kinds` says how each column comes."""
 
-    def __init__(self, schema: TableSchema, kinds: Sequence[int], text: Text = Text.SOUND) -> None:
+    def __init__(self, schema: TableSchema, kinds: Sequence[int], text: TextHandling = TextHandling.SOUND) -> None:
         self._schema, self._text = schema, text
         self._fields = pa.schema(schema.row_fields())
         self._kinds = np.array(kinds, np.int64)
@@ -385,9 +385,9 @@ class BinaryRows:
         """The same where every column is printed: all rows, null where a value does not fit, and `_unfit` of each."""
         assert (self._kinds == PRINTED).all(), "what does not fit is told by its text"
         for buffer, at, rows, totals in self._measured(pieces):
-            filled, unfit = self._filled(buffer, at, rows, totals), list[Unfit]()
+            filled, unfit = self._filled(buffer, at, rows, totals), list[UnfitCells]()
             found = [
-                typed_or_unfit(filled.cells(c, rows), column, column.name, unfit, self._text)
+                convert_noting_unfit(filled.cells(c, rows), column, column.name, unfit, self._text)
                 for c, column in enumerate(self._schema.columns)
             ]
             yield pa.RecordBatch.from_arrays(found, schema=self._fields), unfit_column(unfit, rows)
@@ -449,10 +449,10 @@ class BinaryRows:
         found: list[pa.Array] = []
         for c, column in enumerate(self._schema.columns):
             if self._kinds[c] == PRINTED:
-                typed = values.typed(filled.cells(c, rows), column.type)
+                typed = values.convert_cells(filled.cells(c, rows), column.type)
             else:
                 first = np.array([filled.unfit[c]] if filled.unfit[c] >= 0 else [], np.int64)
-                typed = Typed(self._column(filled.laid, filled.room, c, rows, int(filled.nulls[c])), first)
+                typed = ConvertedColumn(self._column(filled.laid, filled.room, c, rows, int(filled.nulls[c])), first)
             typed = check_text(typed, self._text)
             found.append(typed.column)
             if typed.unfit.size:
@@ -461,7 +461,7 @@ class BinaryRows:
             return pa.RecordBatch.from_struct_array(pa.array([{}] * rows, pa.struct([])))
         return pa.RecordBatch.from_arrays(found, schema=self._fields)
 
-    def _lay_out(self, rows: int, totals: Ints) -> _Laid:
+    def _lay_out(self, rows: int, totals: Ints) -> _ColumnBuffers:
         """One piece of memory for all columns, every part of it aligned as Arrow likes it."""
         columns, end, cells = self._kinds.size, 0, 0
         valid, places, data = (np.zeros(columns, np.int64) for _ in range(3))
@@ -493,9 +493,9 @@ class BinaryRows:
                 room[places[c] : places[c] + bits] = 0
             elif kind != PRINTED and kind not in _KEPT:
                 room[places[c] : places[c] + 4] = 0
-        return _Laid(memory, valid, places, data)
+        return _ColumnBuffers(memory, valid, places, data)
 
-    def _column(self, laid: _Laid, room: Bytes, c: int, rows: int, nulls: int) -> pa.Array:
+    def _column(self, laid: _ColumnBuffers, room: Bytes, c: int, rows: int, nulls: int) -> pa.Array:
         kind, place = int(self._kinds[c]), int(laid.places[c])
         buffers = [laid.memory.slice(int(laid.valid[c]), -(-rows // 8)) if nulls else None]
         if kind == BOOL:

@@ -27,8 +27,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tailrace.capture.postgres.batches import FULL_BEFORE, MOVED, Rows, Shape, batches_of, message_batch
-from tailrace.capture.postgres.invalid_text import Text
+from tailrace.capture.postgres.batches import (
+    FULL_BEFORE,
+    MOVED,
+    TableLayout,
+    WindowRows,
+    build_batches,
+    build_message_batch,
+)
+from tailrace.capture.postgres.invalid_text import TextHandling
 from tailrace.capture.postgres.values import Bytes, Ints, Word, u16, u32, u64
 from tailrace.capture.postgres.wire import CLOCK_SIZE
 from tailrace.errors import ProtocolViolation
@@ -355,12 +362,12 @@ class Decoder:
         describe: Describe,
         xid_near: int = 0,
         wanted: Callable[[str], bool] | None = None,
-        text: Text = Text.SOUND,
+        text: TextHandling = TextHandling.SOUND,
     ) -> None:
         self._describe, self._text = describe, text
         self._wanted = functools.lru_cache(PREFIXES_MAX)(wanted) if wanted else None
         self._kinds: dict[pa.DataType, int] = {}
-        self._shapes = [Shape(MESSAGE_STREAM, self._kinds)]
+        self._shapes = [TableLayout(MESSAGE_STREAM, self._kinds)]
         self._layout = _layout(self._shapes)
         self._slot_of_oid: dict[int, int] = {}
         self._under_way = np.zeros(5, np.int64)
@@ -412,7 +419,7 @@ class Decoder:
             continues=continues,
         )
 
-    def _assign(self, b: Bytes, starts: Ints, messages: int, after: Lsn) -> tuple[Rows, int]:
+    def _assign(self, b: Bytes, starts: Ints, messages: int, after: Lsn) -> tuple[WindowRows, int]:
         special = np.empty(1024, np.int64)
         found, rows_max = _survey(b, starts, messages, special)
         if found > special.size:
@@ -446,10 +453,10 @@ class Decoder:
                 after,
             )
         what, where = what[:, :rows], where[:, :rows]
-        made = Rows(
+        made = WindowRows(
             slot=what[_SLOT],
             op=what[_OP],
-            how=what[_HOW],
+            flags=what[_HOW],
             tx=what[_TX],
             index=what[_TX_INDEX],
             new=where[_NEW],
@@ -472,16 +479,16 @@ class Decoder:
         messages = [b[starts[m] : starts[m + 1]].tobytes() for m in special[relations]]
         for k, schema in zip(relations, self._describe(messages) if messages else (), strict=True):
             known = self._slot_of_oid.get(schema.relation)
-            if known is None or not self._shapes[known].schema.knows(schema):
+            if known is None or not self._shapes[known].schema.covers(schema):
                 known = len(self._shapes)
-                self._shapes.append(Shape(schema, self._kinds))
+                self._shapes.append(TableLayout(schema, self._kinds))
             self._slot_of_oid[schema.relation] = known
             announced[_OID, k], announced[_SLOT_OF, k] = schema.relation, known
         if relations.size:
             self._layout = _layout(self._shapes)
         return announced
 
-    def _batches(self, b: Bytes, rows: Rows) -> Iterator[ChangeBatch]:
+    def _batches(self, b: Bytes, rows: WindowRows) -> Iterator[ChangeBatch]:
         """A batch for each table and shape, or several where one would be too large for Arrow's offsets or for
         memory; as many at once as are not."""
         order = np.argsort(rows.slot, kind="stable")
@@ -489,17 +496,17 @@ class Decoder:
         types = list(self._kinds)
         said = int(np.searchsorted(slots, _MESSAGE_SLOT, side="right"))
         if said:
-            yield message_batch(b, self._shapes[_MESSAGE_SLOT], rows, order[:said], self._text)
+            yield build_message_batch(b, self._shapes[_MESSAGE_SLOT], rows, order[:said], self._text)
             order, slots = order[said:], slots[said:]
         if b.size > BATCH_BYTES_MAX or order.size * int(self._layout[0][_COLUMNS].max(initial=1)) > BATCH_CELLS_MAX:
             yield from self._large_batches(b, rows, order, slots, types)
         elif order.size:
             cuts = np.concatenate([[0], np.flatnonzero(slots[1:] != slots[:-1]) + 1, [order.size]])
             shapes = [self._shapes[slot] for slot in slots[cuts[:-1]].tolist()]
-            yield from batches_of(b, shapes, types, rows, order, cuts, self._text)
+            yield from build_batches(b, shapes, types, rows, order, cuts, self._text)
 
     def _large_batches(
-        self, b: Bytes, rows: Rows, order: Ints, slots: npt.NDArray[np.int32], types: list[pa.DataType]
+        self, b: Bytes, rows: WindowRows, order: Ints, slots: npt.NDArray[np.int32], types: list[pa.DataType]
     ) -> Iterator[ChangeBatch]:
         # Where a batch of its own begins for its size: pieces of the cells found so far, and of the bytes.
         piece = np.cumsum(self._layout[0][_COLUMNS][slots]) // BATCH_CELLS_MAX
@@ -513,10 +520,10 @@ class Decoder:
             end = begins[high] if high < begins.size else order.size
             cuts = np.append(begins[low:high], end)
             shapes = [self._shapes[slot] for slot in slots[begins[low:high]]]
-            yield from batches_of(b, shapes, types, rows, order[cuts[0] : end], cuts - cuts[0], self._text)
+            yield from build_batches(b, shapes, types, rows, order[cuts[0] : end], cuts - cuts[0], self._text)
 
 
-def _layout(shapes: Sequence[Shape]) -> tuple[Ints, Bytes]:
+def _layout(shapes: Sequence[TableLayout]) -> tuple[Ints, Bytes]:
     """Of all shapes, for the kernels: how many columns each has and where its keys begin; which are keys."""
     schemas = [shape.schema for shape in shapes]
     columns = [len(schema.columns) for schema in schemas]

@@ -15,7 +15,7 @@ import pyarrow as pa
 from psycopg.pq.abc import PGconn
 
 from tailrace.capture.postgres.connect import has_no_encoding
-from tailrace.capture.postgres.values import Typed
+from tailrace.capture.postgres.values import ConvertedColumn
 
 TEXT_HINT = (
     "The value is not UTF-8, which a SQL_ASCII database does not check. Mend it at the source, or set "
@@ -23,7 +23,7 @@ TEXT_HINT = (
 )
 
 
-class Text(enum.Enum):
+class TextHandling(enum.Enum):
     """What can be said of the texts that a server sends."""
 
     SOUND = enum.auto()
@@ -34,18 +34,18 @@ class Text(enum.Enum):
     """In one that is not, `�` stands for what cannot be read."""
 
 
-def text_of(connection: PGconn, *, replaced: bool) -> Text:
+def text_handling_of(connection: PGconn, *, replaced: bool) -> TextHandling:
     """What can be said of this server's texts."""
     if not has_no_encoding(connection):
-        return Text.SOUND
-    return Text.REPLACED if replaced else Text.REFUSED
+        return TextHandling.SOUND
+    return TextHandling.REPLACED if replaced else TextHandling.REFUSED
 
 
-def check_text(typed: Typed, text: Text) -> Typed:
+def check_text(typed: ConvertedColumn, text: TextHandling) -> ConvertedColumn:
     """The column with every text in it valid."""
     kind = typed.column.type
     of_list = pa.types.is_list(kind) and pa.types.is_string(kind.value_type)
-    if text is Text.SOUND or not (of_list or pa.types.is_string(kind)):
+    if text is TextHandling.SOUND or not (of_list or pa.types.is_string(kind)):
         return typed
     try:
         typed.column.validate(full=True)
@@ -54,18 +54,18 @@ def check_text(typed: Typed, text: Text) -> Typed:
     return typed
 
 
-def _mended(typed: Typed, text: Text) -> Typed:
+def _mended(typed: ConvertedColumn, text: TextHandling) -> ConvertedColumn:
     """One by one: it happens rarely, and in databases of a kind that is rare."""
     kind = typed.column.type
     plain = typed.column.cast(pa.list_(pa.binary()) if pa.types.is_list(kind) else pa.binary())
     found, unfit = [], set(typed.unfit.tolist())
     for row, value in enumerate(plain.to_pylist()):
         try:
-            found.append(_decoded(value, "replace" if text is Text.REPLACED else "strict"))
+            found.append(_decoded(value, "replace" if text is TextHandling.REPLACED else "strict"))
         except UnicodeDecodeError:
             found.append(None)
             unfit.add(row)
-    return Typed(pa.array(found, kind), np.array(sorted(unfit), np.int64))
+    return ConvertedColumn(pa.array(found, kind), np.array(sorted(unfit), np.int64))
 
 
 def _decoded(value: Any, errors: str) -> Any:

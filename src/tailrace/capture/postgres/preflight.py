@@ -20,11 +20,11 @@ from tailrace.capture.port import Lag, SourceId
 from tailrace.capture.postgres import server_history
 from tailrace.capture.postgres.catalogue import KEY_OF_INDEX, Catalogue, SourceTable, table_id
 from tailrace.capture.postgres.config import PostgresSettings
-from tailrace.capture.postgres.connect import connect_replication, explain, patient_command
-from tailrace.capture.postgres.relation_facts import AS_BYTES, TREE
+from tailrace.capture.postgres.connect import connect_replication, map_error, patient_command
+from tailrace.capture.postgres.relation_facts import PARTITION_TREE_SQL, TEXT_AS_BYTES_SQL
 from tailrace.errors import (
-    LOST_HINT,
     NEW_LOG_HINT,
+    POSITION_LOST_HINT,
     PROGRAM_HINT,
     ConfigError,
     PositionLost,
@@ -60,10 +60,11 @@ with member as (
     select from pg_partition_ancestors(m.oid) a(oid) join member above on above.oid = a.oid
     where above.pubname = m.pubname and a.oid <> m.oid)
   union
-  select m.pubname, t.oid from member m cross join lateral {TREE.format(table="m.oid")} t
+  select m.pubname, t.oid from member m cross join lateral {PARTITION_TREE_SQL.format(table="m.oid")} t
   where not m.pubviaroot and (select relkind from pg_class where oid = t.oid) <> 'p'
 )
-select {AS_BYTES.format(text="n.nspname::text")}, {AS_BYTES.format(text="c.relname::text")}, sent.pubname
+select {TEXT_AS_BYTES_SQL.format(text="n.nspname::text")}, {TEXT_AS_BYTES_SQL.format(text="c.relname::text")},
+  sent.pubname
 from sent join pg_class c on c.oid = sent.oid
 join pg_namespace n on n.oid = c.relnamespace where c.relpersistence = 'p'
 """
@@ -119,19 +120,19 @@ def check_history(url: str, origin: SourceId, position: Lsn) -> None:
     """Refuse a server whose past is not the one that `position` was read from."""
     session = connect_replication(url)
     try:
-        server_history.check(session, origin, position)
+        server_history.require_same_history(session, origin, position)
     finally:
         session.finish()
 
 
-def wanted_tables(connection: psycopg.Connection, settings: PostgresSettings) -> list[SourceTable]:
+def select_tables(connection: psycopg.Connection, settings: PostgresSettings) -> list[SourceTable]:
     """The tables to capture: of a partitioned one its root, if that is wanted, and not the partitions.
 
     A publication that is not ours decides for itself. Without `publish_via_partition_root` it publishes the
     partitions, each as a table of its own, and then those are captured and the root is not.
     """
     found = [table for table in Catalogue(connection).tables() if table.logged and settings.wanted(table.table)]
-    known = set() if settings.publication_create else set(published(connection, settings))
+    known = set() if settings.publication_create else set(publications_by_table(connection, settings))
     spoken_of = {table.oid for table in found if table.table in known}
     divided = {oid for table in found if table.oid in spoken_of for oid in table.ancestors}
     roots = {table.oid for table in found if table.oid not in divided} | spoken_of
@@ -160,7 +161,7 @@ def _uncapturable(connection: psycopg.Connection) -> list[_Uncapturable]:
     try:
         rows = connection.execute(query, prepare=False).fetchall()
     except psycopg.Error as error:
-        raise explain(error) from error
+        raise map_error(error) from error
     found = []
     for schema, name, kind, roots in rows:
         what, remedy = _KINDS[kind]
@@ -210,12 +211,12 @@ def explain_uncapturable(connection: psycopg.Connection, settings: PostgresSetti
 
 
 @dataclass(frozen=True, kw_only=True)
-class Publishing:
+class PublishedTables:
     """Tables that are about to come into a publication of ours, or are in one."""
 
     tables: tuple[tuple[TableId, int], ...]
     """Each with the server's number for it."""
-    at: Lsn
+    position: Lsn
     """Where the server is. What is written to a table before it is in goes unseen."""
     done: bool = False
     moved: frozenset[int] = frozenset()
@@ -225,13 +226,13 @@ class Publishing:
 def ensure_publications(
     connection: psycopg.Connection,
     settings: PostgresSettings,
-    publishing: Callable[[Publishing], None] = lambda told: None,
+    publishing: Callable[[PublishedTables], None] = lambda told: None,
 ) -> list[SourceTable]:
     """Make both publications hold exactly the wanted tables; return those.
 
     `publishing` hears of tables before they come in, and of all that are in at the end.
     """
-    tables = wanted_tables(connection, settings)
+    tables = select_tables(connection, settings)
     explain_uncapturable(connection, settings, tables)
     if not settings.publication_create:
         if not _publication_exists(connection, settings.publication):
@@ -261,14 +262,14 @@ def ensure_publications(
         _reconcile(connection, settings.publication, told, "insert, update, delete, truncate", publishing, beside)
         _reconcile(connection, settings.publication_inserts, silent, "insert, truncate", publishing)
     except psycopg.Error as error:
-        raise explain(error) from error
-    publishing(Publishing(tables=_numbered([*told, *silent]), at=_inserted(connection), done=True))
+        raise map_error(error) from error
+    publishing(PublishedTables(tables=_numbered([*told, *silent]), position=_inserted(connection), done=True))
     return [*told, *silent]
 
 
 def _explain_partitions(connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]) -> None:
     """Warn of a table that the publication only publishes in pieces, none of which is wanted."""
-    known = published(connection, settings)
+    known = publications_by_table(connection, settings)
     missing = {table.oid: table for table in tables if table.table not in known}
     pieces = [table for table in Catalogue(connection).tables() if table.table in known]
     for oid in missing.keys() & {oid for table in pieces for oid in table.ancestors}:
@@ -302,11 +303,11 @@ def _identity_unsent(connection: psycopg.Connection, publication: str, tables: l
         rows = connection.execute(query, (publication, [table.oid for table in tables]), prepare=False)
         unsent = {oid for (oid,) in rows}
     except psycopg.Error as error:
-        raise explain(error) from error
+        raise map_error(error) from error
     return [table for table in tables if table.oid in unsent]
 
 
-def published(connection: psycopg.Connection, settings: PostgresSettings) -> dict[TableId, set[str]]:
+def publications_by_table(connection: psycopg.Connection, settings: PostgresSettings) -> dict[TableId, set[str]]:
     """Which of our publications hold each table now."""
     found: dict[TableId, set[str]] = {}
     try:
@@ -314,7 +315,7 @@ def published(connection: psycopg.Connection, settings: PostgresSettings) -> dic
             if (known := table_id(schema, table)) is not None:
                 found.setdefault(known, set()).add(publication)
     except psycopg.Error as error:
-        raise explain(error) from error
+        raise map_error(error) from error
     return found
 
 
@@ -341,7 +342,7 @@ def _reconcile(
     name: str,
     tables: list[SourceTable],
     publish: str,
-    publishing: Callable[[Publishing], None],
+    publishing: Callable[[PublishedTables], None],
     beside: frozenset[int] = frozenset(),
 ) -> None:
     publication = sql.Identifier(name)
@@ -358,7 +359,7 @@ def _reconcile(
             )
     if coming := [table for table in tables if table.oid not in members]:
         # Before: what is written until they are in goes unseen, and that must be known whatever happens next.
-        publishing(Publishing(tables=_numbered(coming), at=_inserted(connection), moved=beside))
+        publishing(PublishedTables(tables=_numbered(coming), position=_inserted(connection), moved=beside))
     for table in coming:
         connection.execute(
             sql.SQL("alter publication {} add table only {}").format(
@@ -415,7 +416,9 @@ def ensure_slot(
                 hint=f"Run SELECT pg_create_logical_replication_slot('{settings.slot}', 'pgoutput');",
             )
         return _create_slot(settings)
-    remedy = "Changes since then are gone. " + (LOST_HINT if settings.slot_create else f"{NEW_LOG_HINT} {PROGRAM_HINT}")
+    remedy = "Changes since then are gone. " + (
+        POSITION_LOST_HINT if settings.slot_create else f"{NEW_LOG_HINT} {PROGRAM_HINT}"
+    )
     if slot is None:
         raise PositionLost("the replication slot is gone", slot=settings.slot, position=position, hint=remedy)
     if slot["wal_status"] == "lost" or slot["confirmed"] is None:
@@ -450,11 +453,11 @@ def _slot(connection: psycopg.Connection, name: str) -> dict[str, str] | None:
     try:
         found = connection.execute(query, (name,)).fetchone()
     except psycopg.Error as error:
-        raise explain(error) from error
+        raise map_error(error) from error
     return dict(zip(("confirmed", "wal_status", "active", "retained"), found, strict=True)) if found else None
 
 
-def end_reader(connection: psycopg.Connection, name: str) -> None:
+def terminate_slot_reader(connection: psycopg.Connection, name: str) -> None:
     """End the server's process that reads the slot: one whose client hangs would hold it for long."""
     found = _value(
         connection,
@@ -472,7 +475,7 @@ def wait_for_slot(
     deadline = time.monotonic() + wait_seconds
     while True:
         if take_over:
-            end_reader(connection, name)
+            terminate_slot_reader(connection, name)
         pid = _value(connection, "select active_pid from pg_replication_slots where slot_name = %s and active", name)
         if pid is None:
             return
@@ -495,7 +498,7 @@ def drop_slot(connection: psycopg.Connection, name: str, *, take_over: bool = Fa
     try:
         connection.execute("select pg_drop_replication_slot(%s)", (name,))
     except psycopg.Error as error:
-        raise explain(error) from error
+        raise map_error(error) from error
     return True
 
 
@@ -507,7 +510,7 @@ def drop_publications(connection: psycopg.Connection, settings: PostgresSettings
             try:
                 connection.execute(sql.SQL("drop publication {}").format(sql.Identifier(name)))
             except psycopg.Error as error:
-                raise explain(error) from error
+                raise map_error(error) from error
             gone.append(name)
     return gone
 
@@ -522,7 +525,7 @@ def lag(connection: psycopg.Connection, slot: str) -> Lag:
     return Lag(end=end, confirmed=confirmed, retained_bytes=int(found["retained"] or 0))
 
 
-def horizon(connection: psycopg.Connection) -> Lsn:
+def committed_until(connection: psycopg.Connection) -> Lsn:
     """A position that everything committed until now ends at or before, and that the server will send.
 
     The insert position covers commits that were not waited for (`synchronous_commit = off`), but a page that
@@ -539,7 +542,7 @@ def horizon(connection: psycopg.Connection) -> Lsn:
         time.sleep(_PAUSE_SECONDS / 10)
 
 
-def clock(connection: psycopg.Connection) -> int:
+def server_time(connection: psycopg.Connection) -> int:
     """What the server's clock shows, in µs since 1970: what is committed by now bears no later time."""
     return int(str(_value(connection, "select (extract(epoch from clock_timestamp()) * 1000000)::bigint")))
 
@@ -548,5 +551,5 @@ def _value(connection: psycopg.Connection, query: str, *arguments: object) -> ob
     try:
         row = connection.execute(query, arguments, prepare=False).fetchone()
     except psycopg.Error as error:
-        raise explain(error) from error
+        raise map_error(error) from error
     return row[0] if row else None

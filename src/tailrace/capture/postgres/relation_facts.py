@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
+from tailrace.model.catalogue_facts import CatalogueFacts, ColumnFacts, StorageFacts
 from tailrace.model.position import ZERO, Lsn
 
-Ask = Callable[[str, tuple[object, ...]], list[tuple[Any, ...]]]
-Announced = Sequence[tuple[str, int, int]]
+RunQuery = Callable[[str, tuple[object, ...]], list[tuple[Any, ...]]]
+AnnouncedColumns = Sequence[tuple[str, int, int]]
 """Name, type and modifier of each column."""
 
-SENT = "(a.attgenerated = '' or a.attgenerated = 's' and current_setting('server_version_num')::int >= 180000)"
+COLUMN_IS_SENT_SQL = (
+    "(a.attgenerated = '' or a.attgenerated = 's' and current_setting('server_version_num')::int >= 180000)"
+)
 """Generated columns are published by 18 and newer alone, and only the stored ones. (15 lists them all as published.)"""
 
-TREE = """(
+PARTITION_TREE_SQL = """(
   with recursive tree(oid) as (
     select {table} union all
     select i.inhrelid from tree join pg_inherits i on i.inhparent = tree.oid
@@ -27,7 +29,7 @@ TREE = """(
   select oid from tree)"""
 """A table and all partitions below it. The server's own `pg_partition_tree` locks each of them."""
 
-AS_BYTES = "convert_to({text}, case getdatabaseencoding() when 'SQL_ASCII' then 'SQL_ASCII' else 'UTF8' end)"
+TEXT_AS_BYTES_SQL = "convert_to({text}, case getdatabaseencoding() when 'SQL_ASCII' then 'SQL_ASCII' else 'UTF8' end)"
 """UTF-8, or whatever a database without an encoding has: asked for text, it would refuse the whole answer."""
 
 # A partitioned table has no rows, so what older rows were filled with is known to its partitions. The text of an
@@ -40,14 +42,14 @@ _FILL = """case
   when t.typdelim = ',' then (f.attmissingval::text::text[])[1]
   else substr(f.attmissingval::text, 2, length(f.attmissingval::text) - 2) end"""
 _COLUMNS = f"""
-select a.attrelid::int8, a.attname, a.atttypid::int8, a.atttypmod, a.attgenerated <> '', {SENT},
-       a.attnum, not a.attnotnull, {AS_BYTES.format(text=_DEFAULT)}, {AS_BYTES.format(text=_FILL)},
+select a.attrelid::int8, a.attname, a.atttypid::int8, a.atttypmod, a.attgenerated <> '', {COLUMN_IS_SENT_SQL},
+       a.attnum, not a.attnotnull, {TEXT_AS_BYTES_SQL.format(text=_DEFAULT)}, {TEXT_AS_BYTES_SQL.format(text=_FILL)},
        a.xmin::text::int8
 from pg_attribute a
 left join pg_attrdef d on d.adrelid = a.attrelid and d.adnum = a.attnum
 left join pg_type t on t.oid = a.atttypid
 left join lateral (
-  select x.attmissingval from {TREE.format(table="a.attrelid")} m
+  select x.attmissingval from {PARTITION_TREE_SQL.format(table="a.attrelid")} m
   join pg_attribute x on x.attrelid = m.oid and x.attname = a.attname and x.atthasmissing
   limit 1) f on true
 where a.attrelid = any(%s::oid[]) and a.attnum > 0 and not a.attisdropped
@@ -71,7 +73,7 @@ select t.oid::int8, r.relnatts, c.oid::int8, n.nspname || '.' || c.relname, null
        case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_insert_lsn() end::text
 from unnest(%s::oid[]) t(oid)
 join pg_class r on r.oid = t.oid
-cross join lateral {TREE.format(table="t.oid")} m
+cross join lateral {PARTITION_TREE_SQL.format(table="t.oid")} m
 join pg_class c on c.oid = m.oid
 join pg_namespace n on n.oid = c.relnamespace
 left join pg_type y on y.oid = c.reltype
@@ -80,34 +82,42 @@ order by 1, 3
 """
 
 
-def read_facts(ask: Ask, publications: Sequence[str], announced: Sequence[tuple[int, Announced]]) -> list[Facts | None]:
+def read_facts(
+    ask: RunQuery, publications: Sequence[str], announced: Sequence[tuple[int, AnnouncedColumns]]
+) -> list[CatalogueFacts | None]:
     """For each announced table its facts, if its columns are the very ones that the catalogue shows."""
     oids = list({oid for oid, _ in announced})
     lists: dict[int, list[int]] = dict(ask(_LISTED, (list(publications), oids)))
-    shown: dict[int, list[_Shown]] = {}
+    shown: dict[int, list[_CatalogueColumn]] = {}
     others: dict[int, list[int]] = {}
     for oid, name, kind, modifier, generated, sent, number, nullable, default, fill, stamp in ask(_COLUMNS, (oids,)):
         if sent and (oid not in lists or number in lists[oid]):
-            fact = ColumnFacts(number=number, nullable=nullable, default=_text(default), fill=_text(fill), stamp=stamp)
-            shown.setdefault(oid, []).append(_Shown((name, kind, modifier), generated, fact))
+            fact = ColumnFacts(
+                number=number,
+                nullable=nullable,
+                default=_text(default),
+                fast_default=_text(fill),
+                definition_version=stamp,
+            )
+            shown.setdefault(oid, []).append(_CatalogueColumn((name, kind, modifier), generated, fact))
         else:
             others.setdefault(oid, []).append(number)
-    storage: dict[int, list[Storage]] = {}
+    storage: dict[int, list[StorageFacts]] = {}
     made: dict[int, int] = {}
     at = ZERO
     for oid, columns_made, relation, name, file, attached, position in ask(_STORAGE, (oids,)):
         made[oid], at = columns_made, Lsn.parse(position)
-        storage.setdefault(oid, []).append(Storage(relation=relation, name=name, file=file, attached=attached))
+        storage.setdefault(oid, []).append(StorageFacts(relation=relation, name=name, file=file, attached=attached))
     return [
         _matched(told, shown.get(oid, []), others.get(oid, []), storage[oid], made[oid], at) if oid in storage else None
         for oid, told in announced
     ]
 
 
-class _Shown(NamedTuple):
+class _CatalogueColumn(NamedTuple):
     """A column as the catalogue has it now."""
 
-    told: tuple[str, int, int]
+    announced: tuple[str, int, int]
     generated: bool
     fact: ColumnFacts
 
@@ -117,17 +127,22 @@ def _text(sent: bytes | None) -> str | None:
 
 
 def _matched(
-    told: Announced, shown: list[_Shown], others: list[int], storage: list[Storage], made: int, at: Lsn
-) -> Facts | None:
+    told: AnnouncedColumns,
+    shown: list[_CatalogueColumn],
+    others: list[int],
+    storage: list[StorageFacts],
+    made: int,
+    at: Lsn,
+) -> CatalogueFacts | None:
     # Whether a generated column is published is for the message to say.
-    same = [column for column in shown if not column.generated or column.told in told]
-    if [column.told for column in same] != list(told):
+    same = [column for column in shown if not column.generated or column.announced in told]
+    if [column.announced for column in same] != list(told):
         return None
     unsent = [*others, *(column.fact.number for column in shown if column not in same)]
-    return Facts(
+    return CatalogueFacts(
         columns=tuple(column.fact for column in same),
         storage=tuple(storage),
-        made=made,
-        others=tuple(sorted(unsent)),
-        at=at,
+        columns_ever=made,
+        unpublished=tuple(sorted(unsent)),
+        position=at,
     )

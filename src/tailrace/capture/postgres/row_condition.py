@@ -11,7 +11,7 @@ import psycopg
 from psycopg import pq
 
 from tailrace.capture.postgres.chunks import find_leaves
-from tailrace.capture.postgres.connect import explain, explain_text
+from tailrace.capture.postgres.connect import map_error, map_error_text
 from tailrace.errors import ConfigError, SourceSlow, SourceTableMissing
 from tailrace.model.schema import TableSchema
 
@@ -20,7 +20,7 @@ _LOCKED = "55P03"
 _SYNTAX = "42601"
 
 
-def refuse_condition(connection: psycopg.Connection, schema: TableSchema, condition: str) -> None:
+def require_valid_condition(connection: psycopg.Connection, schema: TableSchema, condition: str) -> None:
     """Raise ConfigError, with the server's words, unless rows of the table can be picked with this condition."""
     try:
         text = condition.encode()
@@ -35,14 +35,14 @@ def refuse_condition(connection: psycopg.Connection, schema: TableSchema, condit
             leaves = find_leaves(connection, schema)
             if not leaves:
                 raise SourceTableMissing("the table is not there any more", table=schema.table, hint="Was it dropped?")
-            rows = leaves[0].rows.as_bytes(connection)
+            rows = leaves[0].rows_sql.as_bytes(connection)
             # A comment at the end of the condition must not swallow what closes it.
             _prepare(connection, schema, b"select 1 from " + rows + b" where (" + text + b"\n)")
             _prepare(connection, schema, b"select array[" + text + b"\n] from " + rows, apart=True)
     except psycopg.errors.LockNotAvailable as error:
         raise _locked(schema) from error
     except psycopg.Error as error:
-        raise explain(error) from error
+        raise map_error(error) from error
 
 
 def _prepare(connection: psycopg.Connection, schema: TableSchema, query: bytes, *, apart: bool = False) -> None:
@@ -59,7 +59,7 @@ def _prepare(connection: psycopg.Connection, schema: TableSchema, query: bytes, 
     if state == _LOCKED:
         raise _locked(schema)
     if state[:2] not in ("22", "42", "0A", "54"):
-        raise explain_text(result.get_error_message(), state=state)
+        raise map_error_text(result.get_error_message(), state=state)
     fields = (pq.DiagnosticField.MESSAGE_PRIMARY, pq.DiagnosticField.MESSAGE_HINT)
     said = [found.decode(errors="replace") for field in fields if (found := result.error_field(field))]
     raise _refused(schema, ". ".join(said))

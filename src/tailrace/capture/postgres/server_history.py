@@ -29,7 +29,7 @@ def identify(session: PGconn) -> tuple[SourceId, Lsn]:
     return found, Lsn.parse(end or "")
 
 
-def check(session: PGconn, origin: SourceId, position: Lsn) -> SourceId:
+def require_same_history(session: PGconn, origin: SourceId, position: Lsn) -> SourceId:
     """Refuse a server on which `position` of `origin` is not a point of its past; who the server is."""
     server, end = identify(session)
     if server.system != origin.system:

@@ -25,12 +25,12 @@ from psycopg import sql
 
 from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.chunks import FILE, Chunk
-from tailrace.capture.postgres.connect import command, connect, connect_replication, explain
-from tailrace.capture.postgres.copy import copy_marked, copy_rows
+from tailrace.capture.postgres.connect import command, connect, connect_replication, map_error
+from tailrace.capture.postgres.copy import copy_rows, copy_rows_marking_unfit
 from tailrace.capture.postgres.copy_binary import CTID
 from tailrace.capture.postgres.key_text import key_texts
-from tailrace.capture.postgres.preflight import horizon
-from tailrace.capture.postgres.relation_facts import AS_BYTES
+from tailrace.capture.postgres.preflight import committed_until
+from tailrace.capture.postgres.relation_facts import TEXT_AS_BYTES_SQL
 from tailrace.errors import SnapshotGone, SourceError, SourceRewritten, SourceSlow, ValueUnfit
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
@@ -62,7 +62,7 @@ where (pg_identify_object_as_address('pg_class'::regclass, a.attrelid, number)).
 class ExactSnapshot:
     """One exported snapshot and the position it stands for. Use it in a `with` block."""
 
-    point: Lsn
+    position: Lsn
     name: str
     """What a reader in another process imports."""
 
@@ -80,7 +80,7 @@ class ExactSnapshot:
         except BaseException:
             self._session.finish()
             raise
-        self.point, self.name = Lsn.parse(row[1] or ""), row[2] or ""
+        self.position, self.name = Lsn.parse(row[1] or ""), row[2] or ""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,18 +93,18 @@ class ExactSnapshot:
             self.name,
             self._publications,
             self._invalid_text_replaced,
-            point=self.point,
+            point=self.position,
             seconds_max=seconds_max,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Noted:
+class BarrierSnapshot:
     """A snapshot to which chunks that are read later are compared."""
 
     floor: Lsn
     """Everything that committed up to here is seen by it."""
-    upto: Lsn
+    ceiling: Lsn
     """Nothing that committed after here is."""
     xmin: int
     xmax: int
@@ -120,7 +120,7 @@ class Noted:
     def to_json(self) -> dict[str, Any]:
         return {
             "floor": str(self.floor),
-            "upto": str(self.upto),
+            "upto": str(self.ceiling),
             "xmin": self.xmin,
             "xmax": self.xmax,
             "running": list(self.running),
@@ -128,10 +128,10 @@ class Noted:
         }
 
     @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> Noted:
+    def from_json(cls, stored: dict[str, Any]) -> BarrierSnapshot:
         return cls(
             floor=Lsn.parse(stored["floor"]),
-            upto=Lsn.parse(stored["upto"]),
+            ceiling=Lsn.parse(stored["upto"]),
             xmin=stored["xmin"],
             xmax=stored["xmax"],
             running=tuple(stored["running"]),
@@ -143,7 +143,7 @@ _WRITERS = "locktype = 'transactionid' and mode = 'ExclusiveLock' and granted"
 _OPEN = f"select transactionid::text::int8 from pg_locks where {_WRITERS}"
 # Only for people. A role that may not see others' sessions is told no name, no state and no age.
 _WHOSE = f"""
-select pid, {AS_BYTES.format(text="coalesce(p.gid, a.application_name)")}, a.state,
+select pid, {TEXT_AS_BYTES_SQL.format(text="coalesce(p.gid, a.application_name)")}, a.state,
   extract(epoch from clock_timestamp() - coalesce(p.prepared, a.xact_start))::float8
 from (select transactionid, pid from pg_locks where {_WRITERS}) l left join pg_stat_activity a using (pid)
   left join pg_prepared_xacts p on p.transaction = l.transactionid
@@ -157,7 +157,7 @@ def open_transactions(url: str) -> str | None:
         with connect(url) as connection:
             found = connection.execute(_WHOSE, prepare=False).fetchall()
     except psycopg.Error as error:
-        raise explain(error, url) from error
+        raise map_error(error, url) from error
     if not found:
         return None
     pid, name, state, seconds = found[0]
@@ -171,18 +171,20 @@ def open_transactions(url: str) -> str | None:
     return f"{len(found)} open transactions, {one}: {' '.join(said)}"
 
 
-def begin_chunks(url: str, standby: str | None, stopping: Callable[[], bool] = lambda: False) -> Noted | None:
+def wait_for_writers(
+    url: str, standby: str | None, stopping: Callable[[], bool] = lambda: False
+) -> BarrierSnapshot | None:
     """Wait until every transaction that is open now has ended, then note what is seen; None if told to give up.
 
     A commit that waits for a synchronous standby is open: it is in the server's log already, and no snapshot sees it.
     """
     try:
-        return _begin_chunks(url, standby, stopping)
+        return _wait_for_writers(url, standby, stopping)
     except psycopg.Error as error:
-        raise explain(error, url) from error
+        raise map_error(error, url) from error
 
 
-def _begin_chunks(url: str, standby: str | None, stopping: Callable[[], bool]) -> Noted | None:
+def _wait_for_writers(url: str, standby: str | None, stopping: Callable[[], bool]) -> BarrierSnapshot | None:
     with connect(url) as primary:
         floor = _position(primary)
         held = {row[0] for row in primary.execute(_OPEN, prepare=False)}
@@ -191,17 +193,17 @@ def _begin_chunks(url: str, standby: str | None, stopping: Callable[[], bool]) -
                 return None
             time.sleep(_PAUSE_SECONDS)
         if standby is None:
-            return _note(primary, floor)
+            return _take_barrier_snapshot(primary, floor)
         passed = _position(primary)
     with connect(standby) as replica:
         while _position(replica) < passed:
             if stopping():
                 return None
             time.sleep(_PAUSE_SECONDS)
-        return _note(replica, floor)
+        return _take_barrier_snapshot(replica, floor)
 
 
-def _note(connection: psycopg.Connection, floor: Lsn) -> Noted:
+def _take_barrier_snapshot(connection: psycopg.Connection, floor: Lsn) -> BarrierSnapshot:
     row = connection.execute(
         "select pg_snapshot_xmin(s)::text::int8, pg_snapshot_xmax(s)::text::int8, "
         "array(select pg_snapshot_xip(s)::text::int8), pg_is_in_recovery() from pg_current_snapshot() s",
@@ -210,13 +212,13 @@ def _note(connection: psycopg.Connection, floor: Lsn) -> Noted:
     assert row is not None, "an aggregate"
     xmin, xmax, running, standby = row
     upto = max(floor, _sent_position(connection))
-    return Noted(floor=floor, upto=upto, xmin=xmin, xmax=xmax, running=tuple(running), standby=standby)
+    return BarrierSnapshot(floor=floor, ceiling=upto, xmin=xmin, xmax=xmax, running=tuple(running), standby=standby)
 
 
 def _sent_position(connection: psycopg.Connection) -> Lsn:
     """The same, but one that the stream will reach: what is not flushed is never sent."""
     row = connection.execute("select pg_is_in_recovery()", prepare=False).fetchone()
-    return _position(connection) if row and row[0] else horizon(connection)
+    return _position(connection) if row and row[0] else committed_until(connection)
 
 
 def _position(connection: psycopg.Connection) -> Lsn:
@@ -261,7 +263,7 @@ class SnapshotReader:
             raise SnapshotGone("the snapshot is gone", hint="The load goes on without it.") from error
         except psycopg.Error as error:
             self._connection.close()
-            raise explain(error, self._url) from error
+            raise map_error(error, self._url) from error
         self._deadline = time.monotonic() + self._seconds_max
         return self
 
@@ -271,7 +273,7 @@ class SnapshotReader:
     def describe(self, table: TableId) -> TableSchema:
         return Catalogue(self._connection).describe(table, self._publications)
 
-    def hold(self, schema: TableSchema, chunk: Chunk) -> Lsn:
+    def lock_chunk(self, schema: TableSchema, chunk: Chunk) -> Lsn:
         """Keep the chunk's table as the plan knows it until we leave, and refuse if it is not.
 
         Returns a position that everything seen by this reader ended at or before. Must be the first question asked:
@@ -279,14 +281,14 @@ class SnapshotReader:
         """
         run = self._connection.execute
         try:
-            self._lock(chunk.leaf.rows, seqscan="off" if chunk.key else "on")
+            self._lock(chunk.leaf.rows_sql, seqscan="off" if chunk.key else "on")
             row = run(f"select {FILE} from pg_class c where c.oid = %s", (chunk.leaf.oid,)).fetchone()
             same = self._has_columns(schema)
             seen = self._point or _position(self._connection)
         except psycopg.Error as error:
             if (error.sqlstate or "") in _GONE:
                 raise _rewritten(schema) from error
-            raise explain(error, self._url) from error
+            raise map_error(error, self._url) from error
         if row is None or row[0] != chunk.leaf.file or not same:
             raise _rewritten(schema)
         if seen < self._at_least:
@@ -297,7 +299,7 @@ class SnapshotReader:
             )
         return seen
 
-    def keep(self, schema: TableSchema) -> None:
+    def lock_schema(self, schema: TableSchema) -> None:
         """Keep the table's columns as they are until we leave, and refuse if they are others: a name may be another
         column's by now. Must be the first question asked, as above."""
         try:
@@ -306,7 +308,7 @@ class SnapshotReader:
         except psycopg.Error as error:
             if (error.sqlstate or "") in _GONE:
                 raise _rewritten(schema) from error
-            raise explain(error, self._url) from error
+            raise map_error(error, self._url) from error
         if not same:
             raise _rewritten(schema)
 
@@ -367,7 +369,7 @@ class SnapshotReader:
             return True
         try:
             with SnapshotReader(self._url, None, self._publications, seconds_max=self._seconds_max) as now:
-                now.hold(schema, chunk)
+                now.lock_chunk(schema, chunk)
         except SourceRewritten:
             return True
         return False
@@ -379,7 +381,7 @@ class SnapshotReader:
         has it. In a session of its own, after `rows` has failed in this one; in the same snapshot if it has a name."""
         source = self._from(schema, chunk, condition)
         try:
-            yield from copy_marked(
+            yield from copy_rows_marking_unfit(
                 self._connection,
                 schema,
                 source,
@@ -391,13 +393,13 @@ class SnapshotReader:
                 raise _rewritten(schema) from error
             raise
 
-    def sees(self, transactions: Iterable[int]) -> bool:
+    def sees_all(self, transactions: Iterable[int]) -> bool:
         """Whether all these transactions, which have committed, are seen. A commit may wait for a synchronous standby:
         it is in the stream by then, and in no snapshot."""
-        noted = _note(self._connection, ZERO)
+        noted = _take_barrier_snapshot(self._connection, ZERO)
         return all(noted.sees(transaction) for transaction in transactions)
 
-    def rows_of(self, schema: TableSchema, keys: pa.Table) -> Iterator[pa.RecordBatch]:
+    def rows_by_key(self, schema: TableSchema, keys: pa.Table) -> Iterator[pa.RecordBatch]:
         """The rows with these keys, as far as they are there."""
         types = {column.name: column.source_type for column in schema.columns}
         names, numbers = keys.schema.names, range(keys.num_columns)
@@ -439,7 +441,7 @@ class SnapshotReader:
             conditions.append(sql.SQL(f"({condition}\n)"))  # it may end with a comment
         source: sql.Composable
         if chunk is not None:
-            source, conditions = chunk.leaf.rows, [*chunk.conditions(), *conditions]
+            source, conditions = chunk.leaf.rows_sql, [*chunk.conditions_sql(), *conditions]
         else:
             source, unlogged = self._table(schema)
             conditions += [sql.SQL("tableoid <> all ({}::oid[])").format(unlogged)] if unlogged else []

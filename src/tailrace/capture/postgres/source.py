@@ -10,24 +10,24 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 
-from tailrace.capture.port import Capabilities, Lag, SourceId, StreamOfTimeline
+from tailrace.capture.port import Capabilities, Lag, SourceId, TimelineStream
 from tailrace.capture.postgres import preflight, server_history, values
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
-from tailrace.capture.postgres.chunks import CHUNK_BYTES, Cut, Plan, find_leaves, plan_table
+from tailrace.capture.postgres.chunks import CHUNK_BYTES, ChunkKind, Plan, find_leaves, plan_table
 from tailrace.capture.postgres.config import PostgresSettings
-from tailrace.capture.postgres.connect import connect, connect_replication, explain, place
-from tailrace.capture.postgres.preflight import Publishing
-from tailrace.capture.postgres.row_condition import refuse_condition
+from tailrace.capture.postgres.connect import connect, connect_replication, map_error, redacted_url
+from tailrace.capture.postgres.preflight import PublishedTables
+from tailrace.capture.postgres.row_condition import require_valid_condition
 from tailrace.capture.postgres.snapshot import (
     OPEN_SECONDS_MAX,
+    BarrierSnapshot,
     ExactSnapshot,
-    Noted,
     SnapshotReader,
-    begin_chunks,
     open_transactions,
+    wait_for_writers,
 )
 from tailrace.capture.postgres.stream import PostgresStream
-from tailrace.capture.postgres.table_scan import Cursor, PostgresScan, resume
+from tailrace.capture.postgres.table_scan import PostgresScan, ScanProgress, resume_scan
 from tailrace.errors import ConfigError, SourceTableMissing
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
@@ -53,7 +53,7 @@ class PostgresCapture:
         require_instance("settings", settings, PostgresSettings, "Give `PostgresSettings(url=…, wanted=…, slot=…, …)`.")
         self.settings = settings
         self._known: dict[int, TableSchema] = {}
-        self.publishing: Callable[[Publishing], None] = lambda told: None
+        self.on_publish: Callable[[PublishedTables], None] = lambda told: None
         """Hears of tables that are about to be published, and again when they are."""
         self._origin: SourceId | None = None
         """The history that the position is of which it was last prepared for."""
@@ -64,7 +64,7 @@ class PostgresCapture:
         self._published: set[tuple[int, Identity]] | None = None
         """The tables that were wanted when the publications were last brought in line."""
 
-    def remember(self, shapes: Iterable[TableSchema]) -> None:
+    def remember_schemas(self, shapes: Iterable[TableSchema]) -> None:
         """Learn the last shape that each table was known to have, as a log has it: rows may come of a table that has
         been changed or dropped since."""
         self._known.update((shape.relation, shape) for shape in shapes)
@@ -84,10 +84,10 @@ class PostgresCapture:
         with self._connected() as connection:
             preflight.check_origin(connection, self.settings)
             self._published = self._wanted(connection)
-            if not preflight.ensure_publications(connection, self.settings, self.publishing):
+            if not preflight.ensure_publications(connection, self.settings, self.on_publish):
                 raise ConfigError(
                     "no table at the source matches the settings",
-                    source=place(self.settings.url),
+                    source=redacted_url(self.settings.url),
                     hint="Look at `source.tables` and `source.exclude` (globs are `schema.table`, case included), "
                     "or in a program at `wanted`.",
                 )
@@ -108,7 +108,7 @@ class PostgresCapture:
             with connect(self.settings.url) as connection:
                 yield connection
         except psycopg.Error as error:
-            raise explain(error, self.settings.url) from error
+            raise map_error(error, self.settings.url) from error
 
     def publish_new(self) -> None:
         """Bring the publications in line with the tables that are wanted now, if those are others than before."""
@@ -118,38 +118,38 @@ class PostgresCapture:
             _wait_briefly(connection)
             wanted = self._wanted(connection)
             if wanted and wanted != self._published:
-                preflight.ensure_publications(connection, self.settings, self.publishing)
+                preflight.ensure_publications(connection, self.settings, self.on_publish)
             self._published = wanted
 
     def _wanted(self, connection: psycopg.Connection) -> set[tuple[int, Identity]]:
-        return {(table.oid, table.identity) for table in preflight.wanted_tables(connection, self.settings)}
+        return {(table.oid, table.identity) for table in preflight.select_tables(connection, self.settings)}
 
     def tables(self) -> list[SourceTable]:
         """The tables that are wanted, as the catalogue has them now."""
         with self._connected() as connection:
-            return preflight.wanted_tables(connection, self.settings)
+            return preflight.select_tables(connection, self.settings)
 
     @property
-    def makes_tables(self) -> bool:
+    def discovers_tables(self) -> bool:
         """Whether rows may come of tables that `tables()` did not have before they came."""
         return False
 
-    def know(self, shapes: Iterable[TableSchema]) -> None:
+    def learn_tables(self, shapes: Iterable[TableSchema]) -> None:
         """Learn of such tables, as a log has them."""
 
     def name_at_source(self, table: TableId) -> TableId:
         """What the source calls a table of `tables()`."""
         return table
 
-    def published(self) -> dict[TableId, set[str]]:
+    def publications_by_table(self) -> dict[TableId, set[str]]:
         """The publications of ours that hold each table now."""
         with self._connected() as connection:
-            return preflight.published(connection, self.settings)
+            return preflight.publications_by_table(connection, self.settings)
 
-    def stamps(self, tables: Sequence[TableId]) -> dict[TableId, str]:
+    def definition_versions(self, tables: Sequence[TableId]) -> dict[TableId, str]:
         """For each table that is there a text that is another one whenever its definition, or its storage, is."""
         with self._connected() as connection:
-            return Catalogue(connection).stamps(tables)
+            return Catalogue(connection).definition_versions(tables)
 
     def describe(self, tables: Iterable[TableId], *, unpublished: bool = False) -> dict[TableId, TableSchema]:
         """The shapes of those that are there, as the catalogue has them now. One that is not published has no column;
@@ -163,21 +163,21 @@ class PostgresCapture:
                     found[table] = catalogue.describe(table, self.settings.publications, unpublished=unpublished)
         return found
 
-    def value_of(self, column: Column, text: str) -> pa.Scalar | None:
+    def parse_value(self, column: Column, text: str) -> pa.Scalar | None:
         """A value from the text that the server prints of it; None if the column's type cannot hold it."""
-        return values.value_of(text, column.type)
+        return values.parse_value(text, column.type)
 
-    def horizon(self) -> Lsn:
+    def committed_until(self) -> Lsn:
         """Everything committed until now ends at or before this position."""
         with self._connected() as connection:
-            return preflight.horizon(connection)
+            return preflight.committed_until(connection)
 
-    def clock(self) -> int:
+    def server_time(self) -> int:
         """The source's time, µs since 1970: everything committed until now bears this one or an earlier."""
         with self._connected() as connection:
-            return preflight.clock(connection)
+            return preflight.server_time(connection)
 
-    def live(self, after: Lsn, origin: SourceId | None = None) -> StreamOfTimeline:
+    def live(self, after: Lsn, origin: SourceId | None = None) -> TimelineStream:
         """The stream after a position of `origin`, or of what it was prepared for; the server behind the URL may be
         another one than before."""
         origin = origin or self._origin
@@ -185,7 +185,11 @@ class PostgresCapture:
         session = connect_replication(self.settings.url)
         try:
             # Of this very session: the next one may be answered by another server.
-            server = server_history.check(session, origin, after) if origin else server_history.identify(session)[0]
+            server = (
+                server_history.require_same_history(session, origin, after)
+                if origin
+                else server_history.identify(session)[0]
+            )
             # Asked for less than was confirmed, the server would begin at what was, without a word.
             preflight.ensure_slot(catalogue.connection(), self.settings, after)
             if self._origin is not None:
@@ -209,35 +213,35 @@ class PostgresCapture:
             self.settings.url, self.settings.publications, invalid_text_replaced=self.settings.invalid_text_replaced
         )
 
-    def plan(self, table: TableId, cut: Cut, chunk_bytes: int) -> Plan:
+    def plan(self, table: TableId, cut: ChunkKind, chunk_bytes: int) -> Plan:
         """The table in chunks, as its files are now: made before the snapshot that the chunks are read in."""
         with self._connected() as connection:
             _wait_briefly(connection)
             return plan_table(connection, table, self.settings.publications, cut, chunk_bytes)
 
-    def unchanged(self, plan: Plan) -> bool:
+    def is_unchanged(self, plan: Plan) -> bool:
         """Whether the table's rows still lie in the files that the plan was made for."""
         with self._connected() as connection:
             _wait_briefly(connection)
             now = find_leaves(connection, plan.schema)
         return {(leaf.oid, leaf.file) for leaf in now} == {(leaf.oid, leaf.file) for leaf in plan.leaves}
 
-    def refuse_condition(self, schema: TableSchema, condition: str) -> None:
+    def require_valid_condition(self, schema: TableSchema, condition: str) -> None:
         """Raise ConfigError, with the server's words, unless rows of the table can be picked with this condition."""
         with self._connected() as connection:
             _wait_briefly(connection)
-            refuse_condition(connection, schema, condition)
+            require_valid_condition(connection, schema, condition)
 
-    def begin_chunks(self, stopping: Callable[[], bool]) -> Noted | None:
+    def wait_for_writers(self, stopping: Callable[[], bool]) -> BarrierSnapshot | None:
         """What chunks that are read in snapshots of their own begin with."""
-        return begin_chunks(self.settings.url, self.settings.standby, stopping)
+        return wait_for_writers(self.settings.url, self.settings.standby, stopping)
 
     def scan(self, tables: Sequence[TableId], *, live: bool, where: str | None = None) -> PostgresScan:
         """Read tables for a runtime; `where` is SQL."""
-        return PostgresScan(self, Cursor(tables=tuple(tables), live=live, where=where), fresh=True)
+        return PostgresScan(self, ScanProgress(tables=tuple(tables), incremental=live, where=where), fresh=True)
 
     def resume_scan(self, record: Mapping[str, Any]) -> PostgresScan | None:
-        return resume(self, record)
+        return resume_scan(self, record)
 
     def open_transactions(self) -> str | None:
         """What a load that begins waits for, in words."""

@@ -24,9 +24,9 @@ from psycopg.pq.abc import PGconn
 
 from tailrace.capture.postgres import wire
 from tailrace.capture.postgres.config import PostgresSettings
-from tailrace.capture.postgres.connect import command, explain_text
+from tailrace.capture.postgres.connect import command, map_error_text
 from tailrace.capture.postgres.decode import EPOCH_2000, Decoder, Describe
-from tailrace.capture.postgres.invalid_text import text_of
+from tailrace.capture.postgres.invalid_text import text_handling_of
 from tailrace.capture.postgres.values import Bytes, Ints
 from tailrace.errors import SourceError, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
@@ -61,7 +61,7 @@ STATUS_SECONDS_MAX = 10.0
 """and at least this often, or three times in the server's time-out."""
 
 
-class _Buffer:
+class _MessageBuffer:
     """Messages laid end to end, and what is known of them."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class _Buffer:
         if self.state[wire.MESSAGES] + 2 > self.starts.size:
             self.starts = np.concatenate([self.starts, np.zeros(self.starts.size, np.int64)])
 
-    def take_rest(self, other: _Buffer) -> None:
+    def take_rest(self, other: _MessageBuffer) -> None:
         """Become what `other` holds beyond what it offers."""
         old = other.state
         self.state[:] = old
@@ -135,7 +135,7 @@ class PostgresStream:
         xid_near: int,
         release: Callable[[], None],
     ) -> None:
-        text = text_of(session, replaced=settings.invalid_text_replaced)
+        text = text_handling_of(session, replaced=settings.invalid_text_replaced)
         self._decoder, self._release = Decoder(describe, xid_near, settings.messages, text), release
         self._last: Window | None = None
         self._connection = session
@@ -145,8 +145,8 @@ class PostgresStream:
         self._start(settings, after)
         self._wire = wire.Wire(self._connection)
         self._confirmed, self._reported, self._reported_at = after, after, 0.0
-        self._filling, self._spare = _Buffer(), [_Buffer(), _Buffer()]
-        self._ready: _Buffer | None = None
+        self._filling, self._spare = _MessageBuffer(), [_MessageBuffer(), _MessageBuffer()]
+        self._ready: _MessageBuffer | None = None
         self._wanted = False
         """Whether the caller is waiting for a window."""
         self._decoding = False
@@ -193,12 +193,12 @@ class PostgresStream:
         with self._changed:
             if ready.bytes.size <= 2 * BUFFER_BYTES_MAX:  # one that held a huge row is let go
                 self._spare.append(ready)
-        if window is None or (window.empty and window.end == after):
+        if window is None or (window.is_empty and window.end == after):
             return None
-        self._last = None if window.empty or window.open else window
+        self._last = None if window.is_empty or window.open else window
         return window
 
-    def _decode(self, ready: _Buffer, after: Lsn) -> Window | None:
+    def _decode(self, ready: _MessageBuffer, after: Lsn) -> Window | None:
         size, messages = ready.offered
         if not ready.whole:
             return self._decoder.decode_part(ready.bytes[:size], ready.starts, messages, after)
@@ -220,7 +220,7 @@ class PostgresStream:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join()
-        self._wire.let_go(self._filling.state)
+        self._wire.release_pending(self._filling.state)
         try:
             if self._failure is None:
                 self._report()
@@ -306,7 +306,7 @@ class PostgresStream:
         if not (dry or full or age >= limit):
             return
         with self._changed:
-            following = self._spare.pop() if self._spare else _Buffer()
+            following = self._spare.pop() if self._spare else _MessageBuffer()
             following.take_rest(buffer)
             self._filling, self._ready = following, buffer
             if buffer.whole:
@@ -338,7 +338,7 @@ class PostgresStream:
         result = self._connection.get_result()
         state = result.error_field(pq.DiagnosticField.SQLSTATE) if result is not None else None
         message = result.get_error_message() if result is not None else ""
-        return explain_text(
+        return map_error_text(
             message or self._connection.get_error_message() or "the stream ended", state=(state or b"").decode()
         )
 

@@ -22,9 +22,9 @@ import pyarrow as pa
 from psycopg import sql
 
 from tailrace.capture.port import ScanPiece
-from tailrace.capture.postgres.chunks import Chunk, Cut, Plan
+from tailrace.capture.postgres.chunks import Chunk, ChunkKind, Plan
 from tailrace.capture.postgres.key_text import key_texts
-from tailrace.capture.postgres.snapshot import ExactSnapshot, Noted, SnapshotReader
+from tailrace.capture.postgres.snapshot import BarrierSnapshot, ExactSnapshot, SnapshotReader
 from tailrace.errors import SourceError, SourceRewritten, TableUnpublished, TailraceError, Unsupported
 from tailrace.model.evolution import same_version
 from tailrace.model.position import ZERO
@@ -40,44 +40,44 @@ ALTERED_MAX = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cursor:
+class ScanProgress:
     """What was acknowledged: tables before `at`; of that one partitions before `leaf`, and of it keys up to `after`."""
 
     tables: tuple[TableId, ...]
-    live: bool
+    incremental: bool
     where: str | None
-    at: int = 0
+    table_index: int = 0
     files: tuple[tuple[int, int], ...] = ()
     """Where the rows of the table under way lay."""
     leaf: int | None = None
     key: tuple[str, ...] = ()
     """The columns that the rows of the partition came in the order of."""
-    after: tuple[str, ...] | None = None
+    after_key: tuple[str, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "tables": [[table.schema, table.name] for table in self.tables],
-            "live": self.live,
+            "live": self.incremental,
             "where": self.where,
-            "at": self.at,
+            "at": self.table_index,
             "files": [list(pair) for pair in self.files],
             "leaf": self.leaf,
             "key": list(self.key),
-            "after": None if self.after is None else list(self.after),
+            "after": None if self.after_key is None else list(self.after_key),
         }
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> Cursor:
+    def from_json(cls, stored: Mapping[str, Any]) -> ScanProgress:
         after = stored["after"]
         return cls(
             tables=tuple(TableId(*names) for names in stored["tables"]),
-            live=stored["live"],
+            incremental=stored["live"],
             where=stored["where"],
-            at=stored["at"],
+            table_index=stored["at"],
             files=tuple((oid, file) for oid, file in stored["files"]),
             leaf=stored["leaf"],
             key=tuple(stored["key"]),
-            after=None if after is None else tuple(after),
+            after_key=None if after is None else tuple(after),
         )
 
 
@@ -87,14 +87,14 @@ class Barrier:
     def __init__(self, source: PostgresCapture) -> None:
         self._source = source
         self._given_up = threading.Event()
-        self._noted: Noted | None = None
+        self._noted: BarrierSnapshot | None = None
         self._failure: TailraceError | None = None
         self._thread = threading.Thread(target=self._wait, name="tailrace-barrier", daemon=True)
         self._thread.start()
 
     def _wait(self) -> None:
         try:
-            self._noted = self._source.begin_chunks(self._given_up.is_set)
+            self._noted = self._source.wait_for_writers(self._given_up.is_set)
         except TailraceError as error:
             self._failure = error
         except Exception as error:  # the thread's boundary: whoever asks would wait for ever
@@ -103,7 +103,7 @@ class Barrier:
                 hint="Read the tables again; if it comes back, report it.",
             )
 
-    def passed(self) -> Noted | None:
+    def result(self) -> BarrierSnapshot | None:
         """What chunks are compared with; None while it waits."""
         if self._thread.is_alive():
             return None
@@ -119,7 +119,7 @@ class Barrier:
 class PostgresScan:
     """Tables of one database, for one caller."""
 
-    def __init__(self, source: PostgresCapture, cursor: Cursor, *, fresh: bool) -> None:
+    def __init__(self, source: PostgresCapture, cursor: ScanProgress, *, fresh: bool) -> None:
         self._source, self._cursor = source, cursor
         self._exact: ExactSnapshot | None = None
         self._barrier: Barrier | None = None
@@ -133,9 +133,9 @@ class PostgresScan:
         self._plans: dict[TableId, Plan] = {}
         self.start = ZERO
         """Where the stream begins that comes after a bulk scan."""
-        require_published(source, cursor.tables[cursor.at :])
+        require_published(source, cursor.tables[cursor.table_index :])
         try:
-            if fresh and not cursor.live:
+            if fresh and not cursor.incremental:
                 self._open_exact()
             else:
                 self._barrier = Barrier(source)
@@ -152,15 +152,15 @@ class PostgresScan:
             exact = self._exact = self._source.snapshot().__enter__()
             now = self._source.describe(plans)
             if all(table in now and same_version(plan.schema, now[table]) for table, plan in plans.items()):
-                self._plans, self.start = plans, exact.point
+                self._plans, self.start = plans, exact.position
                 return
             self._exact = None
             exact.__exit__()
         raise SourceRewritten("a table is altered again and again", hint="Read it when nobody alters it.")
 
     def _planned(self, table: TableId) -> Plan:
-        plan = self._source.plan(table, Cut.KEY, self._source.scan_chunk_bytes)
-        if self._cursor.live and not plan.schema.key:
+        plan = self._source.plan(table, ChunkKind.KEY, self._source.scan_chunk_bytes)
+        if self._cursor.incremental and not plan.schema.key:
             raise Unsupported(
                 "a table without a key cannot be read beside the stream",
                 table=table,
@@ -171,19 +171,21 @@ class PostgresScan:
     def _enter_table(self) -> None:
         """Plan the table under way, if there is one, and drop what was acknowledged of it."""
         cursor = self._cursor
-        if cursor.at >= len(cursor.tables):
+        if cursor.table_index >= len(cursor.tables):
             self._todo.clear()
             return
-        table = cursor.tables[cursor.at]
+        table = cursor.tables[cursor.table_index]
         plan = self._plans.get(table) or self._planned(table)
         if cursor.where is not None:
-            self._source.refuse_condition(plan.schema, cursor.where)  # also where it is resumed: nothing gets it stuck
+            self._source.require_valid_condition(
+                plan.schema, cursor.where
+            )  # also where it is resumed: nothing gets it stuck
         files = tuple((leaf.oid, leaf.file) for leaf in plan.leaves)
         # A partition that has grown may be cut by now, and then its rows come in the order of the index.
         keys = {chunk.leaf.oid: _names(plan, chunk) for chunk in plan.chunks}
-        if cursor.after is not None and (files != cursor.files or keys.get(cursor.leaf or 0) != cursor.key):
+        if cursor.after_key is not None and (files != cursor.files or keys.get(cursor.leaf or 0) != cursor.key):
             log.warning("a table was changed while it was read: it is read again", extra={"table": str(table)})
-            cursor = replace(cursor, leaf=None, key=(), after=None)
+            cursor = replace(cursor, leaf=None, key=(), after_key=None)
         self._plan, self._cursor = plan, replace(cursor, files=files)
         begun = cursor.leaf if cursor.leaf is not None else -1
         self._todo = deque(chunk for chunk in plan.chunks if chunk.leaf.oid >= begun)
@@ -191,7 +193,9 @@ class PostgresScan:
             self._leave_table()
 
     def _leave_table(self) -> None:
-        self._cursor = replace(self._cursor, at=self._cursor.at + 1, files=(), leaf=None, key=(), after=None)
+        self._cursor = replace(
+            self._cursor, table_index=self._cursor.table_index + 1, files=(), leaf=None, key=(), after_key=None
+        )
         self._enter_table()
 
     # What the runtime calls.
@@ -206,7 +210,7 @@ class PostgresScan:
     def begin(self, delivered: Collection[int]) -> bool:
         if self._chunk is not None:
             return True
-        noted = self._barrier.passed() if self._barrier is not None else None
+        noted = self._barrier.result() if self._barrier is not None else None
         if self._barrier is not None and noted is None:
             return False
         chunk, plan = self._todo[0], self._plan
@@ -215,10 +219,10 @@ class PostgresScan:
         if self._exact is not None:
             reader = self._exact.reader(seconds)
         else:
-            reader = self._source.chunk_reader(seconds, noted.upto if noted else ZERO)
+            reader = self._source.chunk_reader(seconds, noted.ceiling if noted else ZERO)
         self._reader = reader.__enter__()
-        self._seen = reader.hold(plan.schema, chunk)
-        if delivered and not reader.sees(delivered):
+        self._seen = reader.lock_chunk(plan.schema, chunk)
+        if delivered and not reader.sees_all(delivered):
             self._leave_reader()
             return False
         self._todo.popleft()
@@ -230,11 +234,11 @@ class PostgresScan:
     def _condition(self, plan: Plan, chunk: Chunk) -> str | None:
         cursor = self._cursor
         parts = [f"({cursor.where}\n)"] if cursor.where is not None else []
-        if cursor.after is not None and chunk.leaf.oid == cursor.leaf:
+        if cursor.after_key is not None and chunk.leaf.oid == cursor.leaf:
             key = _key(plan, chunk)
             names = sql.SQL(", ").join(sql.Identifier(name) for name, _ in key)
             values = sql.SQL(", ").join(
-                sql.Literal(text) + sql.SQL(f"::{kind}") for text, (_, kind) in zip(cursor.after, key, strict=True)
+                sql.Literal(text) + sql.SQL(f"::{kind}") for text, (_, kind) in zip(cursor.after_key, key, strict=True)
             )
             parts.append(sql.SQL("({}) > ({})").format(names, values).as_string())
         return " and ".join(parts) or None
@@ -256,8 +260,8 @@ class PostgresScan:
         last = self._ahead is None and not self._todo
         cursor, names = self._cursor, _names(plan, chunk)
         if cursor.leaf != chunk.leaf.oid:
-            cursor = replace(cursor, leaf=chunk.leaf.oid, key=names, after=None)
-        following = replace(cursor, at=cursor.at + 1, files=(), leaf=None, key=(), after=None)
+            cursor = replace(cursor, leaf=chunk.leaf.oid, key=names, after_key=None)
+        following = replace(cursor, table_index=cursor.table_index + 1, files=(), leaf=None, key=(), after_key=None)
 
         def record(rows: int) -> Mapping[str, Any]:
             if last and rows >= len(data):
@@ -265,10 +269,10 @@ class PostgresScan:
             if not names or not rows:
                 return cursor.to_json()
             after = tuple(_text(data.column(name)[rows - 1]) for name in names)
-            return replace(cursor, after=after).to_json()
+            return replace(cursor, after_key=after).to_json()
 
         if names:
-            self._cursor = replace(cursor, after=tuple(_text(data.column(name)[-1]) for name in names))
+            self._cursor = replace(cursor, after_key=tuple(_text(data.column(name)[-1]) for name in names))
         return ScanPiece(schema=plan.schema, data=data, position=self._seen, table_done=last, record=record)
 
     def _leave_chunk(self) -> None:
@@ -292,10 +296,10 @@ class PostgresScan:
             exact.__exit__()
 
 
-def resume(source: PostgresCapture, record: Mapping[str, Any]) -> PostgresScan | None:
+def resume_scan(source: PostgresCapture, record: Mapping[str, Any]) -> PostgresScan | None:
     """Go on with a scan in snapshots of their own; None if a table that is not done has no key to go by."""
-    cursor = Cursor.from_json(record)
-    left = cursor.tables[cursor.at :]
+    cursor = ScanProgress.from_json(record)
+    left = cursor.tables[cursor.table_index :]
     shapes = source.describe(left)
     if any(not shape.key for shape in shapes.values()):
         return None
@@ -304,7 +308,7 @@ def resume(source: PostgresCapture, record: Mapping[str, Any]) -> PostgresScan |
 
 def require_published(source: PostgresCapture, tables: Sequence[TableId]) -> None:
     """Refuse tables whose changes the stream would not bring: what is written while they are read would be lost."""
-    published = source.published() if tables else {}
+    published = source.publications_by_table() if tables else {}
     for table in tables:
         if not published.get(table):
             raise TableUnpublished(

@@ -24,7 +24,7 @@ UNFIT_HINT = (
 
 
 @dataclass(frozen=True)
-class Rule:
+class TypeRule:
     """What some of PostgreSQL's types arrive as, and what is to be known of their values."""
 
     arrow: pa.DataType
@@ -35,23 +35,23 @@ class Rule:
     """Whether its arrays are lists; else they are text too."""
 
 
-def _text(note: str, types: str) -> Rule:
+def _text(note: str, types: str) -> TypeRule:
     """Types that arrive as text, arrays included: `name number array`, one after the other."""
     found = re.findall(r"(\S+) (\d+) (\d+)", types)
-    return Rule(_TEXT, {name: (int(oid), int(array)) for name, oid, array in found}, note, listed=False)
+    return TypeRule(_TEXT, {name: (int(oid), int(array)) for name, oid, array in found}, note, listed=False)
 
 
 # https://github.com/postgres/postgres/blob/master/src/include/catalog/pg_type.dat holds these numbers;
 # they never change.
-RULES: tuple[Rule, ...] = (
-    Rule(pa.bool_(), {"boolean": (16, 1000)}, "every value fits"),
-    Rule(pa.int16(), {"smallint": (21, 1005)}, "every value fits"),
-    Rule(pa.int32(), {"integer": (23, 1007)}, "every value fits"),
-    Rule(pa.int64(), {"bigint": (20, 1016), "oid": (26, 1028)}, "every value fits"),
-    Rule(pa.float32(), {"real": (700, 1021)}, "`NaN`, `Infinity`, `-Infinity` and `-0` are kept"),
-    Rule(pa.float64(), {"double precision": (701, 1022)}, "`NaN`, `Infinity`, `-Infinity` and `-0` are kept"),
-    Rule(_SAMPLE, {"numeric(p, s)": (1700, 1231)}, "`NaN` does not fit"),
-    Rule(
+RULES: tuple[TypeRule, ...] = (
+    TypeRule(pa.bool_(), {"boolean": (16, 1000)}, "every value fits"),
+    TypeRule(pa.int16(), {"smallint": (21, 1005)}, "every value fits"),
+    TypeRule(pa.int32(), {"integer": (23, 1007)}, "every value fits"),
+    TypeRule(pa.int64(), {"bigint": (20, 1016), "oid": (26, 1028)}, "every value fits"),
+    TypeRule(pa.float32(), {"real": (700, 1021)}, "`NaN`, `Infinity`, `-Infinity` and `-0` are kept"),
+    TypeRule(pa.float64(), {"double precision": (701, 1022)}, "`NaN`, `Infinity`, `-Infinity` and `-0` are kept"),
+    TypeRule(_SAMPLE, {"numeric(p, s)": (1700, 1231)}, "`NaN` does not fit"),
+    TypeRule(
         _TEXT,
         {
             "text": (25, 1009),
@@ -62,14 +62,14 @@ RULES: tuple[Rule, ...] = (
         },
         "every value fits; `char(n)` keeps its padding",
     ),
-    Rule(pa.binary(), {"bytea": (17, 1001)}, "every value fits"),
-    Rule(pa.date32(), {"date": (1082, 1182)}, "`infinity` becomes `9999-12-31`, `-infinity` `0001-01-01`"),
-    Rule(
+    TypeRule(pa.binary(), {"bytea": (17, 1001)}, "every value fits"),
+    TypeRule(pa.date32(), {"date": (1082, 1182)}, "`infinity` becomes `9999-12-31`, `-infinity` `0001-01-01`"),
+    TypeRule(
         _NAIVE,
         {"timestamp": (1114, 1115)},
         "infinity as for `date`; after `294247-01-10 04:00:54.775807` it does not fit",
     ),
-    Rule(_UTC, {"timestamptz": (1184, 1185)}, "as for `timestamp`"),
+    TypeRule(_UTC, {"timestamptz": (1184, 1185)}, "as for `timestamp`"),
     _text("exact text; `24:00:00` stays", "time 1083 1183 timetz 1266 1270"),
     _text("as `1 year 2 mons -3 days 04:05:06.7`", "interval 1186 1187"),
     _text("as in the locale `C`, with two decimals: `-$1,234.56`", "money 790 791"),
@@ -113,7 +113,7 @@ RULES: tuple[Rule, ...] = (
 )
 """Every type that a server brings along."""
 
-MADE = {
+USER_DEFINED_TYPES = {
     "c": ("composite types", 'as `(1,"a b",)`'),
     "e": ("enums", "the label"),
     "r": ("ranges you define", "as `[1,5)`"),
@@ -144,7 +144,7 @@ def is_known(oid: int, kind: str = "b") -> bool:
 
     What is not known is an extension's, or a newer server's: it arrives as its exact text all the same.
     """
-    return oid in _NUMBERS or kind in MADE
+    return oid in _NUMBERS or kind in USER_DEFINED_TYPES
 
 
 def _decimal(modifier: int) -> pa.DataType | None:

@@ -521,7 +521,7 @@ class Cells:
 
 
 @dataclass(frozen=True)
-class Typed:
+class ConvertedColumn:
     """A column, and the rows whose text its type cannot hold (null there)."""
 
     column: pa.Array
@@ -653,19 +653,19 @@ def _column(cells: Cells, kind: pa.DataType) -> tuple[pa.Array, Bytes]:
     return _scalars(cells, kind)
 
 
-def typed(cells: Cells, kind: pa.DataType) -> Typed:
+def convert_cells(cells: Cells, kind: pa.DataType) -> ConvertedColumn:
     """The cells as a column of the given type."""
     column, state = _column(cells, kind)
     # An unfit cell is null in the column, so a column without nulls has none.
     unfit = np.flatnonzero(state == _UNFIT) if column.null_count else _NOTHING
-    return Typed(column, unfit)
+    return ConvertedColumn(column, unfit)
 
 
-def value_of(text: str, kind: pa.DataType) -> pa.Scalar | None:
+def parse_value(text: str, kind: pa.DataType) -> pa.Scalar | None:
     """A value from the text that the server prints of it; None if the type cannot hold it."""
     content = text.encode()
     cells = Cells(np.frombuffer(content + bytes(16), np.uint8), np.zeros(1, np.int64), np.array([len(content)]))
-    found = typed(cells, kind)
+    found = convert_cells(cells, kind)
     return None if found.unfit.size else found.column[0]
 
 

@@ -211,7 +211,7 @@ class Wire:
     def drain_copy(self, b: Bytes, state: Ints, bytes_max: int) -> int:
         return int(drain_copy(self._libpq, self._pointer, b, state, bytes_max))
 
-    def let_go(self, state: Ints) -> None:
+    def release_pending(self, state: Ints) -> None:
         """The last call: what was taken from the connection and not handed on is freed."""
         let_go(self._libpq, state)
 
@@ -222,4 +222,4 @@ def warm() -> None:
     b, starts, state = np.empty(64, np.uint8), np.zeros(8, np.int64), np.zeros(STATE_SIZE, np.int64)
     connection.drain_messages(b, starts, state, 64)
     connection.drain_copy(b, state, 64)
-    connection.let_go(state)
+    connection.release_pending(state)

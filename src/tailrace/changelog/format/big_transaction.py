@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tailrace import failpoints
-from tailrace.changelog.format.commit_file import Body, Header, Piece, commit_path, read_header
+from tailrace.changelog.format.commit_file import BigTransactionFile, CommitBody, CommitHeader, commit_path, read_header
 from tailrace.model.position import Lsn
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
@@ -24,39 +24,41 @@ class Spill:
     def __init__(self, log: LogPath, commit: int, shapes: int) -> None:
         self._log, self._commit = log, commit
         self._files: list[LogPath] = []
-        self.bodies: list[Body] = []
+        self.bodies: list[CommitBody] = []
         self.rows = 0
         self.shapes = shapes
         """How many versions of shapes the log and these pieces announce."""
 
-    def write(self, bodies: Sequence[Body], parts: Sequence[bytes | memoryview], rows: int, shapes: int) -> None:
+    def write(self, bodies: Sequence[CommitBody], parts: Sequence[bytes | memoryview], rows: int, shapes: int) -> None:
         """Make one piece of the transaction durable."""
         if not self._files:
             self._folder = self._log / "big" / f"{self._commit:020d}"
             self._token = uuid.uuid4().hex[:12]
             files.make_folder(self._folder)
         path = self._folder / f"{self._token}-{len(self._files) + 1}.arrow"
-        with files.explained(path):
+        with files.explain_errors(path):
             files.write_new(path, parts)
         self._files.append(path)
         self.bodies += [body._replace(piece=len(self._files)) for body in bodies]
         self.rows, self.shapes = self.rows + rows, shapes
         failpoints.hit("log.piece_written")
 
-    def pieces(self, position: Lsn) -> tuple[Piece, ...]:
+    def pieces(self, position: Lsn) -> tuple[BigTransactionFile, ...]:
         """What the commit's header says of the files, once it is known where the transaction ends."""
-        with files.explained(self._folder):
+        with files.explain_errors(self._folder):
             files.sync_folder(self._folder)
             files.sync_folder(self._folder.parent)
-        return tuple(Piece(file=files.below(self._log, path), position=position) for path in self._files)
+        return tuple(
+            BigTransactionFile(file=files.relative_name(self._log, path), position=position) for path in self._files
+        )
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Take back what was written: the transaction will come again from its beginning."""
         for path in self._files:
             files.remove(path)
 
 
-def sweep(log: LogPath, newest: Header) -> None:
+def sweep(log: LogPath, newest: CommitHeader) -> None:
     """Remove the files of transactions that never became a commit, given the newest commit, which is ours."""
     folder = log / "big"
     for below in folder.iterdir() if folder.is_dir() else []:
@@ -69,7 +71,7 @@ def sweep(log: LogPath, newest: Header) -> None:
                 below.rmdir()
 
 
-def _named_by(log: LogPath, commit: int, newest: Header) -> set[LogPath]:
+def _named_by(log: LogPath, commit: int, newest: CommitHeader) -> set[LogPath]:
     """The files that a commit names; none if there is no such commit, or it is sealed and gone."""
     try:
         header = newest if commit == newest.commit else read_header(commit_path(log, commit))

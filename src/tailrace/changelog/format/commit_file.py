@@ -44,7 +44,7 @@ DAMAGED = "a commit of the log is damaged"
 _PREFIX = struct.Struct("<8sII")
 
 
-class Body(NamedTuple):
+class CommitBody(NamedTuple):
     """One table's rows in a commit: which shape they have, and where they lie."""
 
     table: int
@@ -65,12 +65,12 @@ class Body(NamedTuple):
     """To be added to every `_seq` that is stored: rows are numbered before it is known where the log stands."""
 
 
-_body_values = operator.itemgetter(*Body._fields)
-_WITHOUT = Body._fields.index("without")
+_body_values = operator.itemgetter(*CommitBody._fields)
+_WITHOUT = CommitBody._fields.index("without")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class BigTransactionFile:
     """A file with rows of a transaction too large for memory."""
 
     file: str
@@ -80,7 +80,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Header:
+class CommitHeader:
     """What a commit holds. It names the position it starts from, which is the end of the one before."""
 
     log: str
@@ -94,8 +94,8 @@ class Header:
     written_at: int
     committed_at: int | None
     """The newest of its transactions' times."""
-    bodies: tuple[Body, ...]
-    big: tuple[Piece, ...] = ()
+    bodies: tuple[CommitBody, ...]
+    big: tuple[BigTransactionFile, ...] = ()
     shapes: int = 0
     """How many versions of shapes had been announced in the `schema` stream by then."""
     timeline: int = 0
@@ -108,7 +108,7 @@ class Header:
     """Where the bodies begin in the file; not stored."""
 
 
-_HEADER_FIELDS = tuple(field.name for field in fields(Header) if field.name != "bodies_at")
+_HEADER_FIELDS = tuple(field.name for field in fields(CommitHeader) if field.name != "bodies_at")
 
 
 @overload
@@ -124,7 +124,7 @@ def align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def encode_header(header: Header) -> bytes:
+def encode_header(header: CommitHeader) -> bytes:
     """Prefix, header and padding: everything before the first body."""
     stored: dict[str, Any] = {name: getattr(header, name) for name in _HEADER_FIELDS}
     del stored["bodies"]
@@ -164,28 +164,28 @@ def encode_header(header: Header) -> bytes:
     return packed.ljust(align(len(packed)), b"\0")
 
 
-def read_header(path: LogPath) -> Header:
+def read_header(path: LogPath) -> CommitHeader:
     """The header of a commit file, checked."""
     return read_commit(path)[0]
 
 
-def read_commit(path: LogPath) -> tuple[Header, bytes]:
+def read_commit(path: LogPath) -> tuple[CommitHeader, bytes]:
     """The same, and all bytes of the file if it is small, else none."""
     start, length = files.read_start(path, HEADER_GUESS)
     if len(start) < _PREFIX.size:
-        raise corrupt(path, "it is too short")
+        raise corrupt_commit_error(path, "it is too short")
     magic, size, crc = _PREFIX.unpack_from(start)
     if magic != MAGIC or size > HEADER_BYTES_MAX:
-        raise corrupt(path, "it does not begin like a commit")
+        raise corrupt_commit_error(path, "it does not begin like a commit")
     text = start[_PREFIX.size : _PREFIX.size + size]
     if len(text) < size:
         text += files.read_range(path, len(start), size - len(text))
     if len(text) != size or zlib.crc32(text) != crc:
-        raise corrupt(path, "its header does not match its checksum")
+        raise corrupt_commit_error(path, "its header does not match its checksum")
     return _header(path, json.loads(text), align(_PREFIX.size + size)), start if len(start) == length else b""
 
 
-def _header(path: LogPath, stored: dict[str, Any], bodies_at: int) -> Header:
+def _header(path: LogPath, stored: dict[str, Any], bodies_at: int) -> CommitHeader:
     if stored.get("format") != FORMAT:
         raise LogCorrupt(
             "a commit has a format this version does not know",
@@ -197,9 +197,9 @@ def _header(path: LogPath, stored: dict[str, Any], bodies_at: int) -> Header:
         "start": Lsn.parse(known["start"]),
         "end": Lsn.parse(known["end"]),
         "bodies": tuple(_body(body) for body in known["bodies"]),
-        "big": tuple(Piece(file=big["file"], position=Lsn.parse(big["position"])) for big in known["big"]),
+        "big": tuple(BigTransactionFile(file=big["file"], position=Lsn.parse(big["position"])) for big in known["big"]),
     }
-    return Header(**known, bodies_at=bodies_at)
+    return CommitHeader(**known, bodies_at=bodies_at)
 
 
 @functools.cache
@@ -207,16 +207,16 @@ def _names(names: tuple[str, ...]) -> str:
     return json.dumps(names)
 
 
-def _body(stored: dict[str, Any]) -> Body:
+def _body(stored: dict[str, Any]) -> CommitBody:
     try:
         values = _body_values(stored)
     except KeyError:  # the first logs had fewer
-        known = {name: stored[name] for name in Body._fields if name in stored}
-        return Body(**{**known, "without": tuple(known["without"])})
-    return Body._make((*values[:_WITHOUT], tuple(values[_WITHOUT]), *values[_WITHOUT + 1 :]))
+        known = {name: stored[name] for name in CommitBody._fields if name in stored}
+        return CommitBody(**{**known, "without": tuple(known["without"])})
+    return CommitBody._make((*values[:_WITHOUT], tuple(values[_WITHOUT]), *values[_WITHOUT + 1 :]))
 
 
-def corrupt(path: LogPath, why: str) -> LogCorrupt:
+def corrupt_commit_error(path: LogPath, why: str) -> LogCorrupt:
     """The error for a file that is not what was written."""
     return LogCorrupt(
         f"{DAMAGED}: {why}", path=path, hint=f"Restore the file from a copy of the log. Without one: {NEW_LOG_HINT}"

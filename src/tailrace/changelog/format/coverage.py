@@ -23,10 +23,10 @@ from tailrace.storage import files, records
 from tailrace.storage.files import LogPath
 
 FORMAT = 1
-NAME = "published.json"
+COVERAGE_FILE = "published.json"
 
 
-class Kind(enum.Enum):
+class CaptureStartKind(enum.Enum):
     """What a table that comes in was to the log before."""
 
     NEW = "new"
@@ -40,58 +40,58 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coming:
+class CaptureStart:
     """One table that comes into the publication."""
 
     table: TableId
     relation: int
     """The source's number of the table that this one is made of."""
-    kind: Kind
+    kind: CaptureStartKind
     commit: int
     """The log's newest one at the time; it may have been behind the source."""
-    since: Lsn
+    announced_at: Lsn
     """Where the source was just before."""
-    whole: Lsn | None = None
+    confirmed_at: Lsn | None = None
     """Where it was once the table was in; None: that is not known, or not so yet."""
 
     @property
     def complete_from(self) -> Lsn:
         """Nothing of the table is missing that was begun after this."""
-        return self.whole or self.since
+        return self.confirmed_at or self.announced_at
 
 
 @dataclass(frozen=True, kw_only=True)
-class Published:
+class Coverage:
     """All that have come in, oldest first."""
 
-    comings: tuple[Coming, ...] = ()
+    starts: tuple[CaptureStart, ...] = ()
 
-    def since(self, table: TableId) -> Lsn | None:
+    def complete_from(self, table: TableId) -> Lsn | None:
         """A position that nothing of the table is missing after; None: nothing is missing at all."""
         return self._last.get(table)
 
-    def again(self, table: TableId) -> Lsn | None:
+    def recaptured_from(self, table: TableId) -> Lsn | None:
         """The same of a table that was in it before, and was out for a while; None: that never was."""
         return self._again.get(table)
 
     @cached_property
     def _last(self) -> dict[TableId, Lsn]:
-        return {coming.table: coming.since for coming in self.comings if coming.since > ZERO}
+        return {coming.table: coming.announced_at for coming in self.starts if coming.announced_at > ZERO}
 
     @cached_property
     def _again(self) -> dict[TableId, Lsn]:
-        return {coming.table: coming.since for coming in self.comings if coming.kind is Kind.AGAIN}
+        return {coming.table: coming.announced_at for coming in self.starts if coming.kind is CaptureStartKind.AGAIN}
 
 
-def read_published(log: LogPath) -> Published:
+def read_coverage(log: LogPath) -> Coverage:
     """The record; in a log without one nothing is missing."""
-    path = log / NAME
+    path = log / COVERAGE_FILE
     try:
-        with files.explained_but_missing(path):
+        with files.explain_errors_but_missing(path):
             text = path.read_bytes()
-        return Published(comings=tuple(map(_coming, records.decode(text, FORMAT)["tables"])))
+        return Coverage(starts=tuple(map(_coming, records.decode(text, FORMAT)["tables"])))
     except FileNotFoundError:
-        return Published()
+        return Coverage()
     except (ValueError, KeyError, TypeError) as error:
         raise LogCorrupt(
             f"the record of when tables were published cannot be read: {error}",
@@ -100,30 +100,36 @@ def read_published(log: LogPath) -> Published:
         ) from error
 
 
-def announce(
+def announce_tables(
     log: LogPath, tables: Sequence[tuple[TableId, int]], since: Lsn, *, commit: int = 0, moved: Collection[int] = ()
 ) -> None:
     """The tables, each with its number at the source, are about to be published."""
-    known, asked = read_published(log).comings, set(tables)
+    known, asked = read_coverage(log).starts, set(tables)
     # One that was announced and never came in tells nothing.
-    kept = [coming for coming in known if coming.whole is not None or (coming.table, coming.relation) not in asked]
+    kept = [
+        coming for coming in known if coming.confirmed_at is not None or (coming.table, coming.relation) not in asked
+    ]
     comings = [
-        Coming(table=table, relation=relation, kind=_kind(kept, table, relation, moved), commit=commit, since=since)
+        CaptureStart(
+            table=table, relation=relation, kind=_kind(kept, table, relation, moved), commit=commit, announced_at=since
+        )
         for table, relation in tables
     ]
     _write(log, [*_needed(log, kept), *comings])
 
 
-def confirm(log: LogPath, tables: Sequence[tuple[TableId, int]], whole: Lsn) -> None:
+def confirm_tables(log: LogPath, tables: Sequence[tuple[TableId, int]], whole: Lsn) -> None:
     """All of these are in now. Those that nothing was written of are in for as long as there is a log."""
-    known = read_published(log).comings
+    known = read_coverage(log).starts
     inside, recorded = {relation for _, relation in tables}, {coming.relation for coming in known}
     now = [
-        replace(coming, whole=whole) if coming.whole is None and coming.relation in inside else coming
+        replace(coming, confirmed_at=whole) if coming.confirmed_at is None and coming.relation in inside else coming
         for coming in known
     ]
     now += [
-        Coming(table=table, relation=relation, kind=Kind.NEW, commit=0, since=ZERO, whole=ZERO)
+        CaptureStart(
+            table=table, relation=relation, kind=CaptureStartKind.NEW, commit=0, announced_at=ZERO, confirmed_at=ZERO
+        )
         for table, relation in tables
         if relation not in recorded
     ]
@@ -131,23 +137,23 @@ def confirm(log: LogPath, tables: Sequence[tuple[TableId, int]], whole: Lsn) -> 
         _write(log, now)
 
 
-def _kind(known: Sequence[Coming], table: TableId, relation: int, moved: Collection[int]) -> Kind:
+def _kind(known: Sequence[CaptureStart], table: TableId, relation: int, moved: Collection[int]) -> CaptureStartKind:
     if relation in moved:
-        return Kind.MOVED
-    inside = [coming for coming in known if coming.whole is not None]
+        return CaptureStartKind.MOVED
+    inside = [coming for coming in known if coming.confirmed_at is not None]
     if any(coming.relation == relation for coming in inside):
-        return Kind.AGAIN
-    return Kind.ANOTHER if any(coming.table == table for coming in inside) else Kind.NEW
+        return CaptureStartKind.AGAIN
+    return CaptureStartKind.ANOTHER if any(coming.table == table for coming in inside) else CaptureStartKind.NEW
 
 
-def _needed(log: LogPath, known: Sequence[Coming]) -> list[Coming]:
+def _needed(log: LogPath, known: Sequence[CaptureStart]) -> list[CaptureStart]:
     """The last of each table, and whatever else lies after what is trimmed: nobody reads on from before that."""
     gone = read_trimmed(log).position
     last = {(coming.table, coming.relation): coming for coming in known}
-    return [coming for coming in known if coming.since > gone or last[coming.table, coming.relation] is coming]
+    return [coming for coming in known if coming.announced_at > gone or last[coming.table, coming.relation] is coming]
 
 
-def _write(log: LogPath, comings: Sequence[Coming]) -> None:
+def _write(log: LogPath, comings: Sequence[CaptureStart]) -> None:
     stored = [
         {
             "schema": coming.table.schema,
@@ -155,26 +161,26 @@ def _write(log: LogPath, comings: Sequence[Coming]) -> None:
             "relation": coming.relation,
             "kind": coming.kind.value,
             "commit": coming.commit,
-            "since": str(coming.since),
-            "whole": None if coming.whole is None else str(coming.whole),
+            "since": str(coming.announced_at),
+            "whole": None if coming.confirmed_at is None else str(coming.confirmed_at),
         }
         for coming in comings
     ]
-    with files.explained(log / NAME):
-        files.replace_durably(log / NAME, records.encode({"format": FORMAT, "tables": stored}))
+    with files.explain_errors(log / COVERAGE_FILE):
+        files.replace_durably(log / COVERAGE_FILE, records.encode({"format": FORMAT, "tables": stored}))
 
 
-def _coming(stored: dict[str, Any]) -> Coming:
-    return Coming(
+def _coming(stored: dict[str, Any]) -> CaptureStart:
+    return CaptureStart(
         table=TableId(stored["schema"], stored["table"]),
         relation=stored["relation"],
-        kind=Kind(stored["kind"]),
+        kind=CaptureStartKind(stored["kind"]),
         commit=stored["commit"],
-        since=Lsn.parse(stored["since"]),
-        whole=None if stored["whole"] is None else Lsn.parse(stored["whole"]),
+        announced_at=Lsn.parse(stored["since"]),
+        confirmed_at=None if stored["whole"] is None else Lsn.parse(stored["whole"]),
     )
 
 
-def token(table: TableId) -> str:
+def table_token(table: TableId) -> str:
     """A name for a table that is a file's too."""
     return hashlib.sha256(f"{len(table.schema)}.{table.schema}.{table.name}".encode()).hexdigest()[:16]

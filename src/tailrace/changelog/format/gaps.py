@@ -20,7 +20,7 @@ from tailrace.storage import files, records
 from tailrace.storage.files import LogPath
 
 FORMAT = 1
-NAME = "gaps.json"
+GAPS_FILE = "gaps.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Gap:
     end: Lsn
 
     @property
-    def begun(self) -> bool:
+    def is_unconfirmed(self) -> bool:
         """Whether that is all: the slot was not made, and the commit of this number may be like any other."""
         return self.start == self.end
 
@@ -49,9 +49,9 @@ class Gap:
 
 def read_gaps(log: LogPath) -> tuple[Gap, ...]:
     """All that are on record, also those that were only begun; a log without a record has none."""
-    path = log / NAME
+    path = log / GAPS_FILE
     try:
-        with files.explained_but_missing(path):
+        with files.explain_errors_but_missing(path):
             text = path.read_bytes()
         return tuple(
             Gap(commit=gap["commit"], start=Lsn.parse(gap["start"]), end=Lsn.parse(gap["end"]))
@@ -63,30 +63,30 @@ def read_gaps(log: LogPath) -> tuple[Gap, ...]:
         raise _unreadable(log, f"cannot be read: {error}") from error
 
 
-def known_gaps(log: LogPath, newest: int) -> tuple[Gap, ...]:
+def confirmed_gaps(log: LogPath, newest: int) -> tuple[Gap, ...]:
     """All that are gaps, if the record tells of as many as the newest commit has passed."""
     found, path, passed = read_gaps(log), commit_path(log, newest), 0
     # There may be none yet, or a newer one in its place; one that is damaged is told when it is read.
-    with suppress(FileNotFoundError, LogCorrupt), files.explained_but_missing(path):
+    with suppress(FileNotFoundError, LogCorrupt), files.explain_errors_but_missing(path):
         passed = read_header(path).gaps
     if passed > sum(gap.commit <= newest for gap in found):
         raise _unreadable(log, "is missing, or older than the log")
-    return tuple(gap for gap in found if not gap.begun)
+    return tuple(gap for gap in found if not gap.is_unconfirmed)
 
 
 def _unreadable(log: LogPath, why: str) -> LogCorrupt:
     return LogCorrupt(
         f"the record of what the log lacks {why}",
-        path=log / NAME,
+        path=log / GAPS_FILE,
         hint=f"Restore it from a copy of the log. Without one: {NEW_LOG_HINT}",
     )
 
 
 def record_gap(log: LogPath, gap: Gap) -> None:
     """Make it durable that the log's next commit leaves something out."""
-    with files.explained(log / NAME):
-        stamp = files.stamp(log / NAME)
+    with files.explain_errors(log / GAPS_FILE):
+        stamp = files.read_stamp(log / GAPS_FILE)
     known = [*(before for before in read_gaps(log) if before.commit < gap.commit), gap]
     stored = [{"commit": item.commit, "start": str(item.start), "end": str(item.end)} for item in known]
-    with files.explained(log / NAME), files.alone(log / NAME):
-        files.swap_durably(log / NAME, records.encode({"format": FORMAT, "gaps": stored}), stamp)
+    with files.explain_errors(log / GAPS_FILE), files.refuse_second_writer(log / GAPS_FILE):
+        files.compare_and_swap(log / GAPS_FILE, records.encode({"format": FORMAT, "gaps": stored}), stamp)

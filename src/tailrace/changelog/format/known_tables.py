@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from tailrace.changelog.format.coverage import token
+from tailrace.changelog.format.coverage import table_token
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.storage import files, records
 from tailrace.storage.files import LogPath
@@ -17,30 +17,30 @@ FOLDER = "expected"
 FORMAT = 1
 
 
-def expect(log: LogPath, schema: TableSchema) -> None:
+def record_known_table(log: LogPath, schema: TableSchema) -> None:
     """Rows of this shape may come."""
-    path = log / FOLDER / f"{token(schema.table)}.json"
+    path = log / FOLDER / f"{table_token(schema.table)}.json"
     text = records.encode({"format": FORMAT, **schema.to_json()})
     files.make_folder(path.parent)
-    with files.explained(path):
+    with files.explain_errors(path):
         with suppress(FileNotFoundError):
             if path.read_bytes() == text:
                 return
         files.replace_durably(path, text)
 
 
-def expected(log: LogPath) -> list[TableSchema]:
+def known_tables(log: LogPath) -> list[TableSchema]:
     """All that was noted, by name; also of tables that have rows by now. What is not what was written counts for
     nothing."""
-    with files.explained(log / FOLDER):
-        found = [_read(path) for path in files.matching(log / FOLDER, "*.json")]
+    with files.explain_errors(log / FOLDER):
+        found = [_read(path) for path in files.matching_files(log / FOLDER, "*.json")]
     return sorted((shape for shape in found if shape is not None), key=lambda shape: shape.table)
 
 
-def expected_of(log: LogPath, table: TableId) -> TableSchema | None:
+def known_table(log: LogPath, table: TableId) -> TableSchema | None:
     """The shape that the first row of a table is expected to have, as far as anybody knows."""
-    path = log / FOLDER / f"{token(table)}.json"
-    with files.explained(path):
+    path = log / FOLDER / f"{table_token(table)}.json"
+    with files.explain_errors(path):
         return _read(path)
 
 

@@ -17,10 +17,10 @@ import pyarrow as pa
 from tailrace import failpoints
 from tailrace.errors import NEW_LOG_HINT, ConfigError, LogCorrupt
 from tailrace.model import change
-from tailrace.model.catalogue_facts import Facts
-from tailrace.model.evolution import evolve, same_version
+from tailrace.model.catalogue_facts import CatalogueFacts
+from tailrace.model.evolution import compare_schemas, same_version
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.model.system_streams import SCHEMA_NUMBER, SCHEMA_STREAM, is_system
+from tailrace.model.system_streams import SCHEMA_STREAM, SCHEMA_STREAM_NUMBER, is_system
 from tailrace.storage import files, records
 from tailrace.storage.files import LogPath
 
@@ -31,13 +31,13 @@ _PLACE = ("format", "table", "version", "ordinal")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Version:
+class LogSchemaVersion:
     """One version of one table's shape, as the log numbers it."""
 
     table: int
     version: int
     schema: TableSchema
-    arrow: pa.Schema
+    arrow_schema: pa.Schema
     """Of a stored change, with every optional column."""
     ordinal: int = 0
     """Counts the versions of all tables, in the order they came; 0 for a system stream."""
@@ -46,27 +46,27 @@ class Version:
     _stored: dict[tuple[str, ...], pa.Schema] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
-    def columns_always(self) -> int:
+    def required_column_count(self) -> int:
         """How many columns a stored change has at least."""
-        return len(self.arrow) - len(change.OPTIONAL)
+        return len(self.arrow_schema) - len(change.OPTIONAL)
 
-    def stored(self, without: tuple[str, ...]) -> pa.Schema:
+    def stored_schema(self, without: tuple[str, ...]) -> pa.Schema:
         """Of a body that leaves these columns out."""
         if without not in self._stored:
-            self._stored[without] = pa.schema([kept for kept in self.arrow if kept.name not in without])
+            self._stored[without] = pa.schema([kept for kept in self.arrow_schema if kept.name not in without])
         return self._stored[without]
 
 
-class Schemas:
+class LogSchemas:
     """The log's `schemas` folder. One writer; any number of readers, who find new files as they need them."""
 
     def __init__(self, folder: LogPath) -> None:
         self._folder = folder
-        self._versions: dict[tuple[int, int], Version] = {}
+        self._versions: dict[tuple[int, int], LogSchemaVersion] = {}
         self._tables: dict[int, int] = {}  # relation -> table
-        self._latest: dict[int, Version] = {}
-        self._recorded: dict[int, tuple[TableSchema, Version]] = {}  # by the shape's id()
-        self._facts: dict[int, Facts] = {}  # table -> what was told last of its latest version
+        self._latest: dict[int, LogSchemaVersion] = {}
+        self._recorded: dict[int, tuple[TableSchema, LogSchemaVersion]] = {}  # by the shape's id()
+        self._facts: dict[int, CatalogueFacts] = {}  # table -> what was told last of its latest version
         self._ordinal = 0
         self._kept = 0
         self._found: tuple[int, dict[TableId | int, set[int]]] = (0, {})  # as of so many kept
@@ -74,13 +74,13 @@ class Schemas:
     def load(self) -> None:
         """Read everything there is and was not read before: a version's file never changes."""
         known = {self._path(*key) for key in list(self._versions)}
-        with files.explained(self._folder):
-            found = files.matching(self._folder, "*/*.json")
+        with files.explain_errors(self._folder):
+            found = files.matching_files(self._folder, "*/*.json")
         for path in found:
             if path not in known and not path.name.startswith("."):
                 self._keep(self._read(path))
 
-    def settle(self, announced: int) -> None:
+    def make_durable(self, announced: int) -> None:
         """Make durable what was recorded and not announced yet: its writer may have died, or failed, before it was.
 
         Of those that were announced none may be missing: its number would be given again, to another shape.
@@ -96,11 +96,11 @@ class Schemas:
         for version in self._all():
             if version.ordinal > announced or not announced:
                 path = self._path(version.table, version.version)
-                with files.explained(path):
-                    files.renew(path)
+                with files.explain_errors(path):
+                    files.make_durable(path)
                     files.sync_folder(self._folder)
 
-    def get(self, table: int, version: int) -> Version:
+    def get(self, table: int, version: int) -> LogSchemaVersion:
         """The named version; it stands in its file since before its first row."""
         known = self._versions.get((table, version))
         if known is None:
@@ -108,12 +108,12 @@ class Schemas:
             self._keep(known)
         return known
 
-    def latest(self) -> list[Version]:
+    def latest(self) -> list[LogSchemaVersion]:
         """The newest known version of every table of the source."""
         found = [self._latest[table] for table in sorted(self._latest)]
         return [version for version in found if not is_system(version.schema)]
 
-    def called(self, table: TableId, relation: int | None) -> list[int]:
+    def current_numbers(self, table: TableId, relation: int | None) -> list[int]:
         """The numbers of the tables of the source that are known last by this name, or have this relation.
 
         Asked for every table of a pipeline in every micro-batch, so it must not look through all of them each time.
@@ -128,7 +128,7 @@ class Schemas:
         related = set() if relation is None else found.get(relation, set())
         return sorted(found.get(table, set()) | related)
 
-    def latest_of(self, table: int) -> Version:
+    def latest_of(self, table: int) -> LogSchemaVersion:
         """The newest known version of one table."""
         if table not in self._latest:
             self.load()
@@ -140,36 +140,36 @@ class Schemas:
             )
         return self._latest[table]
 
-    def versions(self, schema: TableSchema) -> list[TableSchema]:
+    def schemas_of(self, schema: TableSchema) -> list[TableSchema]:
         """All known shapes of the table that has this one, oldest first."""
-        return [item.schema for item in self.all_of(self._tables[schema.relation])]
+        return [item.schema for item in self.versions_of(self._tables[schema.relation])]
 
-    def all_of(self, table: int) -> list[Version]:
+    def versions_of(self, table: int) -> list[LogSchemaVersion]:
         """All known versions of a table, oldest first."""
         found = (item for item in self._all() if item.table == table)
         return sorted(found, key=lambda item: item.version)
 
-    def named(self, table: TableId | str) -> list[int]:
+    def numbers_named(self, table: TableId | str) -> list[int]:
         """The numbers a table of this name has had; a text is `schema.table`, or the name of a system stream."""
         found = {version.table for version in self._all() if table in (version.schema.table, str(version.schema.table))}
         return sorted(found)
 
-    def matching(self, wanted: Callable[[TableId], bool]) -> frozenset[int]:
+    def numbers_matching(self, wanted: Callable[[TableId], bool]) -> frozenset[int]:
         """The numbers of the source's tables that have, or had, a name that is wanted."""
         return frozenset(
             version.table for version in self._all() if not is_system(version.schema) and wanted(version.schema.table)
         )
 
-    def after(self, ordinal: int) -> list[Version]:
+    def versions_after(self, ordinal: int) -> list[LogSchemaVersion]:
         """The versions counted after this one."""
         later = [version for version in self._all() if version.ordinal > ordinal]
         return sorted(later, key=lambda version: version.ordinal)
 
-    def _all(self) -> list[Version]:
+    def _all(self) -> list[LogSchemaVersion]:
         """Every known version. A copy: another thread may find one more while they are gone through."""
         return list(self._versions.values())
 
-    def record(self, schema: TableSchema) -> Version:
+    def record(self, schema: TableSchema) -> LogSchemaVersion:
         """The version that is this shape, durable when this returns."""
         # A stream gives the same object again and again; comparing shapes column by column is what costs.
         recorded = self._recorded.get(id(schema))
@@ -181,7 +181,7 @@ class Schemas:
         self._recorded[id(schema)] = (schema, version)
         return version
 
-    def _record(self, schema: TableSchema) -> Version:
+    def _record(self, schema: TableSchema) -> LogSchemaVersion:
         table = self._tables.get(schema.relation)
         latest = self._latest.get(table) if table is not None else None
         before = replace(latest.schema, facts=self._facts.get(latest.table, latest.schema.facts)) if latest else None
@@ -190,26 +190,26 @@ class Schemas:
                 self._facts[latest.table] = schema.facts  # a TRUNCATE of today is not blamed on an ALTER of tomorrow
             return latest
         if table is None:
-            table = SCHEMA_NUMBER if schema == SCHEMA_STREAM else max(self._latest, default=0) + 1
-        version = Version(
+            table = SCHEMA_STREAM_NUMBER if schema == SCHEMA_STREAM else max(self._latest, default=0) + 1
+        version = LogSchemaVersion(
             table=table,
             version=latest.version + 1 if latest else 1,
             schema=schema,
-            arrow=schema.change_schema(),
+            arrow_schema=schema.change_schema(),
             ordinal=0 if is_system(schema) else self._ordinal + 1,
-            definition=schema.to_json() | (evolve(before, schema).to_json() if before else {"changes": []}),
+            definition=schema.to_json() | (compare_schemas(before, schema).to_json() if before else {"changes": []}),
         )
         stored = {"format": FORMAT, "table": table, "version": version.version, "ordinal": version.ordinal}
         stored |= version.definition
         path = self._path(table, version.version)
-        with files.explained(path):
+        with files.explain_errors(path):
             files.make_folder(path.parent)
             files.create(path, records.encode(stored))
         failpoints.hit("log.schema_recorded")
         self._keep(version)
         return version
 
-    def _keep(self, version: Version) -> None:
+    def _keep(self, version: LogSchemaVersion) -> None:
         self._versions[version.table, version.version] = version
         self._ordinal = max(self._ordinal, version.ordinal)
         self._tables[version.schema.relation] = version.table
@@ -222,22 +222,22 @@ class Schemas:
     def _path(self, table: int, version: int) -> LogPath:
         return self._folder / str(table) / f"{version}.json"
 
-    def _read(self, path: LogPath) -> Version:
+    def _read(self, path: LogPath) -> LogSchemaVersion:
         try:
             stored = records.decode(path.read_bytes(), FORMAT)
             if path != self._path(stored["table"], stored["version"]):
                 raise ValueError("it belongs to another place")
             schema = TableSchema.from_json(stored)
-            return Version(
+            return LogSchemaVersion(
                 table=stored["table"],
                 version=stored["version"],
                 schema=schema,
-                arrow=schema.change_schema(),
+                arrow_schema=schema.change_schema(),
                 ordinal=stored.get("ordinal", 0),
                 definition={name: stored[name] for name in stored if name not in _PLACE},
             )
-        except files.STORE_TROUBLE as error:
-            raise files.told(error, path) from error
+        except files.STORE_ERRORS as error:
+            raise files.explained_error(error, path) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
             raise LogCorrupt(
                 f"a table's shape cannot be read: {error}",

@@ -45,7 +45,7 @@ COMMIT_COLUMNS = pa.schema([
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RowGroup:
     """One row group of a file. It ends where a commit ends, unless that commit has more rows than fit."""
 
     rows: int
@@ -58,7 +58,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColdFile:
+class SealedFile:
     """Rows of one table and one version of its shape, from a run of commits."""
 
     table: int
@@ -75,7 +75,7 @@ class ColdFile:
     """Below the log's folder."""
     size: int
     crc: int
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Seal:
     """0 for commits sealed for the first time; one more each time seals are made one."""
     commits_size: int
     commits_crc: int
-    files: tuple[ColdFile, ...]
+    files: tuple[SealedFile, ...]
 
     @property
     def stem(self) -> str:
@@ -122,7 +122,7 @@ class CommitList:
     committed_at: npt.NDArray[np.int64]
     """-1 if it has no transaction."""
 
-    def place(self, commit: int) -> int:
+    def index_of(self, commit: int) -> int:
         """Where a commit stands, or the one that speaks for the empty run it was in."""
         return int(np.searchsorted(self.commit, commit))
 
@@ -143,11 +143,11 @@ def commits_path(log: LogPath, stem: str) -> LogPath:
     return log / "cold" / f"{stem}.commits.parquet"
 
 
-def stems(log: LogPath) -> list[tuple[int, int, str]]:
+def seal_stems(log: LogPath) -> list[tuple[int, int, str]]:
     """First commit, last commit and name of every seal there is."""
     folder = log / "cold"
-    with files.explained(folder):
-        names = files.names(folder) if files.is_remote(folder) or folder.is_dir() else []
+    with files.explain_errors(folder):
+        names = files.list_names(folder) if files.is_remote(folder) or folder.is_dir() else []
     found = [match for name in names if (match := _NAME.fullmatch(name))]
     return sorted((int(match[1]), int(match[2]), match[0][:-5]) for match in found)
 
@@ -162,14 +162,14 @@ def read_seal(log: LogPath, stem: str) -> Seal:
     """A seal, checked; FileNotFoundError if it has been replaced or trimmed meanwhile."""
     path = seal_path(log, stem)
     try:
-        with files.explained_but_missing(path):
+        with files.explain_errors_but_missing(path):
             text = path.read_bytes()
         seal = _seal(records.decode(text, FORMAT))
         if seal.stem != stem:
             raise ValueError("it belongs to another place")
         return seal
     except (ValueError, KeyError, TypeError) as error:
-        raise damaged(path, str(error)) from error
+        raise sealed_file_error(path, str(error)) from error
 
 
 def _seal(stored: dict[str, Any]) -> Seal:
@@ -177,7 +177,9 @@ def _seal(stored: dict[str, Any]) -> Seal:
     known = {name: stored[name] for name in names}
     known |= {"start": Lsn.parse(stored["start"]), "end": Lsn.parse(stored["end"])}
     known["files"] = tuple(
-        ColdFile(**{**_only(file, ColdFile), "groups": tuple(Group(**_only(g, Group)) for g in file["groups"])})
+        SealedFile(
+            **{**_only(file, SealedFile), "groups": tuple(RowGroup(**_only(g, RowGroup)) for g in file["groups"])}
+        )
         for file in stored["files"]
     )
     return Seal(**known)
@@ -187,7 +189,7 @@ def _only(stored: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
     return {field.name: stored[field.name] for field in dataclasses.fields(kind)}
 
 
-def read_commits(log: LogPath, seal: Seal) -> CommitList:
+def read_commit_list(log: LogPath, seal: Seal) -> CommitList:
     """The commits of a seal, checked; FileNotFoundError if it has been replaced meanwhile."""
     table = commits_table(log, seal)
     names = ("commit", "end", "next_seq", "committed_at")
@@ -199,13 +201,13 @@ def commits_table(log: LogPath, seal: Seal) -> pa.Table:
     path = commits_path(log, seal.stem)
     try:
         check_file(path, seal.commits_size, seal.commits_crc)
-        return pq.read_table(files.source(path), use_threads=False)
+        return pq.read_table(files.arrow_source(path), use_threads=False)
     except FileNotFoundError as error:
         # A seal that is replaced goes first, then its list.
-        with files.store_explained(path):
-            there = files.is_there(seal_path(log, seal.stem))
+        with files.explain_store_errors(path):
+            there = files.file_exists(seal_path(log, seal.stem))
         if there:
-            raise damaged(path, "it is missing") from error
+            raise sealed_file_error(path, "it is missing") from error
         raise
 
 
@@ -213,24 +215,24 @@ def check_file(path: LogPath, size: int, crc: int) -> None:
     """Refuse a file that is not, byte for byte, what was written."""
     found, length = checksum_of(path)
     if length != size or found != crc:
-        raise damaged(path, "it does not match its checksum")
+        raise sealed_file_error(path, "it does not match its checksum")
 
 
 def checksum_of(path: LogPath) -> tuple[int, int]:
     """CRC-32 and length of a file; FileNotFoundError if it is gone."""
     crc = length = 0
     if isinstance(path, ObjectPath):
-        with files.explained_but_missing(path):
-            found = files.fixed_view(path)
+        with files.explain_errors_but_missing(path):
+            found = files.cached_view(path)
         return zlib.crc32(found), len(found)
-    with files.explained_but_missing(path), path.open("rb", buffering=0) as file:
+    with files.explain_errors_but_missing(path), path.open("rb", buffering=0) as file:
         while chunk := file.read(CRC_STEP):
             crc = zlib.crc32(chunk, crc)
             length += len(chunk)
     return crc, length
 
 
-def damaged(path: LogPath, why: str) -> LogCorrupt:
+def sealed_file_error(path: LogPath, why: str) -> LogCorrupt:
     """The error for a sealed file that is not what was written."""
     return LogCorrupt(
         f"a sealed file of the log is damaged: {why}",
@@ -243,7 +245,7 @@ _Seen = tuple[tuple[int, int] | _Stems, float, tuple[Seal, ...]]
 """What told the last look from the one before, when it was, and what it found: all of one look, whoever looks too."""
 
 
-class ColdIndex:
+class SealIndex:
     """The seals of a log that together cover it, oldest first; `refresh` looks again. Any thread may, and ask."""
 
     def __init__(self, log: LogPath, log_id: str | None = None) -> None:
@@ -260,7 +262,7 @@ class ColdIndex:
         return self._seen[2]
 
     @property
-    def last(self) -> int:
+    def last_commit(self) -> int:
         """The last sealed commit; 0 if nothing is."""
         seals = self.seals
         return seals[-1].last if seals else 0
@@ -282,14 +284,14 @@ class ColdIndex:
         if stamp == known and looked > found.st_mtime_ns + _GRAIN_NS:
             return False
         looked = time.time_ns()
-        self._seen = stamp, looked, self._taken(stems(self._log))[1]
+        self._seen = stamp, looked, self._taken(seal_stems(self._log))[1]
         return True
 
     def _refresh_remote(self, within: float) -> bool:
         known, listed, seals = self._seen
         if within and time.monotonic() < listed + within:
             return False
-        listed, found = time.monotonic(), stems(self._log)
+        listed, found = time.monotonic(), seal_stems(self._log)
         changed = found != known
         if changed:
             found, seals = self._taken(found)
@@ -303,9 +305,9 @@ class ColdIndex:
                 seals = tuple(self._read.get(stem) or self._read_seal(stem) for stem in _chain(found))
                 break
             except FileNotFoundError:
-                found = stems(self._log)  # replaced between listing and reading: the wider one is there now
+                found = seal_stems(self._log)  # replaced between listing and reading: the wider one is there now
         else:
-            raise damaged(self._log / "cold", "its files come and go")
+            raise sealed_file_error(self._log / "cold", "its files come and go")
         self._read = read = {seal.stem: seal for seal in seals}
         self._lists = {stem: known for stem, known in self._lists.items() if stem in read}
         return found, seals
@@ -313,7 +315,7 @@ class ColdIndex:
     def _read_seal(self, stem: str) -> Seal:
         seal = read_seal(self._log, stem)
         if self._log_id not in (None, seal.log):
-            raise damaged(seal_path(self._log, stem), "it belongs to another place")
+            raise sealed_file_error(seal_path(self._log, stem), "it belongs to another place")
         return seal
 
     def covering(self, commit: int) -> Seal | None:
@@ -323,23 +325,23 @@ class ColdIndex:
         found = seals[place] if place < len(seals) else None
         return found if found is not None and found.first <= commit else None
 
-    def commits(self, seal: Seal) -> CommitList:
+    def commit_list(self, seal: Seal) -> CommitList:
         """The commits of a seal; of the seals asked for last they are remembered."""
         known = self._lists.get(seal.stem)
         if known is None:
-            known = read_commits(self._log, seal)
+            known = read_commit_list(self._log, seal)
             self._lists = dict([*self._lists.items(), (seal.stem, known)][-_LISTS_MAX:])
         return known
 
-    def commits_near(self, seal: Seal) -> CommitList:
+    def commit_list_near(self, seal: Seal) -> CommitList:
         """The commits of a seal, or of the one that has replaced it. Of one that is gone, only its end is left."""
         try:
-            return self.commits(seal)
+            return self.commit_list(seal)
         except FileNotFoundError:
             self.refresh()
             wider = self.covering(seal.last)
             if wider is not None and wider.stem != seal.stem:
-                return self.commits_near(wider)
+                return self.commit_list_near(wider)
             newest = -1 if seal.committed_at is None else seal.committed_at
             return CommitList(*(np.array([value]) for value in (seal.last, seal.end.value, seal.next_seq, newest)))
 

@@ -12,10 +12,10 @@ from typing import Any
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt
 from tailrace.model.position import ZERO, Lsn
 from tailrace.storage import files, records
-from tailrace.storage.files import LogPath, Stamp
+from tailrace.storage.files import FileStamp, LogPath
 
 FORMAT = 1
-NAME = "trimmed.json"
+TRIMMED_FILE = "trimmed.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class TrimmedTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trimmed:
+class TrimRecord:
     """What is gone of the whole log."""
 
     commit: int = 0
@@ -43,28 +43,28 @@ class Trimmed:
     rows: int = 0
     tables: dict[int, TrimmedTable] = field(default_factory=dict)
 
-    def lacks(self, table: int, seq: int) -> TrimmedTable | None:
+    def trimmed_after(self, table: int, seq: int) -> TrimmedTable | None:
         """What is gone of the table after a row; None if nothing is."""
         gone = self.tables.get(table)
         return gone if gone is not None and gone.last_seq > seq else None
 
-    def covers(self, table: int, last_seq: int) -> bool:
+    def is_trimmed(self, table: int, last_seq: int) -> bool:
         """Whether rows of a table up to this one are gone."""
         gone = self.tables.get(table)
         return gone is not None and last_seq <= gone.last_seq
 
 
-NOTHING = Trimmed()
+NOTHING_TRIMMED = TrimRecord()
 
 
-def read_trimmed(log: LogPath) -> Trimmed:
+def read_trimmed(log: LogPath) -> TrimRecord:
     """The record; a log without one has lost nothing."""
-    path = log / NAME
+    path = log / TRIMMED_FILE
     try:
-        with files.explained_but_missing(path):
+        with files.explain_errors_but_missing(path):
             text = path.read_bytes()
         stored = records.decode(text, FORMAT)
-        return Trimmed(
+        return TrimRecord(
             commit=stored["commit"],
             position=Lsn.parse(stored["position"]),
             next_seq=stored["next_seq"],
@@ -73,7 +73,7 @@ def read_trimmed(log: LogPath) -> Trimmed:
             tables={int(number): TrimmedTable(**table) for number, table in stored["tables"].items()},
         )
     except FileNotFoundError:
-        return NOTHING
+        return NOTHING_TRIMMED
     except (ValueError, KeyError, TypeError) as error:
         raise LogCorrupt(
             f"the record of what was trimmed cannot be read: {error}",
@@ -82,7 +82,7 @@ def read_trimmed(log: LogPath) -> Trimmed:
         ) from error
 
 
-def write_trimmed(log: LogPath, trimmed: Trimmed, before: Stamp | None = None) -> None:
+def write_trimmed(log: LogPath, trimmed: TrimRecord, before: FileStamp | None = None) -> None:
     """Make the record durable, in place of the one that was stamped so before; only then may files go."""
     stored: dict[str, Any] = {
         "format": FORMAT,
@@ -93,5 +93,5 @@ def write_trimmed(log: LogPath, trimmed: Trimmed, before: Stamp | None = None) -
         "rows": trimmed.rows,
         "tables": {str(number): vars(table) for number, table in sorted(trimmed.tables.items())},
     }
-    with files.explained(log / NAME), files.alone(log / NAME):
-        files.swap_durably(log / NAME, records.encode(stored), before)
+    with files.explain_errors(log / TRIMMED_FILE), files.refuse_second_writer(log / TRIMMED_FILE):
+        files.compare_and_swap(log / TRIMMED_FILE, records.encode(stored), before)

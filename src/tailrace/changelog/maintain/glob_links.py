@@ -15,7 +15,7 @@ from tailrace import failpoints
 from tailrace.storage import files
 
 
-def show_links(log: Path, table: int, wanted: dict[str, str]) -> None:
+def write_links(log: Path, table: int, wanted: dict[str, str]) -> None:
     """Make `cold/<table>` hold a link to each of these files and nothing else, at one stroke."""
     view = log / "cold" / str(table)
     shown = set(os.listdir(view)) if view.is_dir() else set()
@@ -25,7 +25,7 @@ def show_links(log: Path, table: int, wanted: dict[str, str]) -> None:
         return
     folder = log / "cold" / "views" / f"{table}-{uuid.uuid4().hex[:12]}"
     old = os.readlink(view) if view.is_symlink() else None
-    aside = files.aside_of(view)
+    aside = files.temp_path(view)
     try:
         folder.mkdir(parents=True)
         for name, file in wanted.items():
@@ -41,7 +41,7 @@ def show_links(log: Path, table: int, wanted: dict[str, str]) -> None:
         shutil.rmtree(view.parent / old, ignore_errors=True)
 
 
-def sweep_views(log: Path) -> None:
+def remove_stale_links(log: Path) -> None:
     """Remove folders of links that never got a table's name, or have lost it."""
     folder = log / "cold"
     named = {os.readlink(view) for view in folder.iterdir() if view.is_symlink()}

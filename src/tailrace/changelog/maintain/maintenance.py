@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tailrace.changelog.format.commit_file import commit_path
-from tailrace.changelog.maintain.retention import ROOM, Policy, Trim, disk_bytes, trim
-from tailrace.changelog.maintain.sealer import GRACE_SECONDS, Sealed, Sealer
+from tailrace.changelog.maintain.retention import ROOM_RATIO, RetentionPolicy, TrimResult, disk_bytes, trim
+from tailrace.changelog.maintain.sealer import GRACE_SECONDS, Sealer, SealResult
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.log_lease import WAIT_SECONDS_MAX
 from tailrace.errors import LogBusy, LogCorrupt, LogFull, TailraceError
@@ -37,7 +37,7 @@ from tailrace.storage.files import LogPath
 
 log = logging.getLogger(__name__)
 
-TRIM_SECONDS = 10.0
+TRIM_EVERY_SECONDS = 10.0
 STOP_SECONDS_MAX = 10.0
 """For the round under way. What it leaves unfinished is swept and done again."""
 NICE = 10
@@ -47,7 +47,7 @@ _USUAL = frozenset(vars(logging.makeLogRecord({})))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keeping:
+class MaintenancePolicy:
     """When commits are sealed, and what is kept."""
 
     seal_bytes: int = 128 << 20
@@ -55,21 +55,21 @@ class Keeping:
     seal_seconds: float = 600.0
     """The unsealed commits are sealed when they pass one of these; the last is the age of the oldest."""
     grace_seconds: float = GRACE_SECONDS
-    policy: Policy = field(default_factory=Policy)
-    look_seconds: float = 1.0
+    retention: RetentionPolicy = field(default_factory=RetentionPolicy)
+    check_seconds: float = 1.0
     retry_seconds: float = 30.0
     """How often to look whether something is due, and how long to wait after a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class MaintenanceResult:
     """What one round did."""
 
-    sealed: Sealed = field(default_factory=Sealed)
-    trimmed: Trim = field(default_factory=Trim)
+    sealed: SealResult = field(default_factory=SealResult)
+    trimmed: TrimResult = field(default_factory=TrimResult)
 
 
-class Unsealed:
+class UnsealedCommits:
     """How much is waiting to be sealed, counted as it comes."""
 
     def __init__(self, change_log: ChangeLog) -> None:
@@ -77,11 +77,11 @@ class Unsealed:
         self._found: dict[int, tuple[int, float]] = {}
         """By commit, in order: its bytes, and when we first saw it. By our own clock: the machine's may jump."""
 
-    def due(self, keeping: Keeping) -> bool:
+    def is_seal_due(self, keeping: MaintenancePolicy) -> bool:
         """Whether it is time to seal."""
         newest = self._log.newest()
-        self._log.cold.refresh()
-        first = max(self._log.cold.last, self._log.trimmed().commit) + 1
+        self._log.seal_index.refresh()
+        first = max(self._log.seal_index.last_commit, self._log.trimmed().commit) + 1
         now = time.monotonic()
         known = max(first, max(self._found, default=0) + 1)
         if known <= newest:
@@ -101,19 +101,19 @@ class Unsealed:
 def _sizes_from(path: LogPath, first: int) -> dict[int, int]:
     """What commits from one on take, by their numbers."""
     before = commit_path(path, first - 1).name
-    with files.explained(path):
-        hot = files.sizes(path / "hot", before)
+    with files.explain_errors(path):
+        hot = files.file_sizes(path / "hot", before)
         found = {int(file.stem): size for file, size in hot.items() if file.stem.isdigit()}
-        for piece, size in files.sizes(path / "big", before.partition(".")[0] + "~").items():
+        for piece, size in files.file_sizes(path / "big", before.partition(".")[0] + "~").items():
             if (number := piece.parent.name).isdigit() and int(number) in found:
                 found[int(number)] += size
     return found
 
 
-class Keeper:
+class LogMaintenance:
     """The process, seen from the one who captures. Rounds are bounded; `stop` waits for the one under way."""
 
-    def __init__(self, path: LogPath, keeping: Keeping) -> None:
+    def __init__(self, path: LogPath, keeping: MaintenancePolicy) -> None:
         self._work = (path, keeping, log.getEffectiveLevel())
         self._keeping = keeping
         self._stopping = threading.Event()
@@ -138,7 +138,7 @@ class Keeper:
 
     def _watch(self) -> None:
         """Have a process as long as one is wanted. The kernel ends it with this thread, if nothing else does."""
-        wait = self._keeping.look_seconds
+        wait = self._keeping.check_seconds
         while not self._stopping.wait(wait):
             wait = self._keeping.retry_seconds
             try:
@@ -171,7 +171,7 @@ class Keeper:
         return process.returncode
 
 
-class _Relay(logging.Handler):
+class _LogRelay(logging.Handler):
     """Hands what is logged to the process that started us."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -195,19 +195,19 @@ def main() -> None:
     except EOFError:  # stopped before it began
         return
     logging.getLogger("tailrace").setLevel(level)
-    logging.getLogger().addHandler(_Relay())
-    tend(path, keeping, lambda seconds: bool(select.select([sys.stdin], [], [], seconds)[0]))
+    logging.getLogger().addHandler(_LogRelay())
+    maintain(path, keeping, lambda seconds: bool(select.select([sys.stdin], [], [], seconds)[0]))
 
 
-def tend(path: LogPath, keeping: Keeping, stopped: Callable[[float], bool]) -> None:
+def maintain(path: LogPath, keeping: MaintenancePolicy, stopped: Callable[[float], bool]) -> None:
     """Keep the log in order until `stopped`, which waits so many seconds for the answer."""
-    tended: _Tended | None = None
+    tended: _MaintainedLog | None = None
     wait = 0.0
     while not stopped(wait):
-        wait = keeping.look_seconds
+        wait = keeping.check_seconds
         try:
-            tended = tended or _Tended(path, keeping)
-            tended.look()
+            tended = tended or _MaintainedLog(path, keeping)
+            tended.run_due()
         except LogBusy:
             continue  # someone seals by hand
         except TailraceError as error:
@@ -224,43 +224,43 @@ def tend(path: LogPath, keeping: Keeping, stopped: Callable[[float], bool]) -> N
             wait = keeping.retry_seconds
 
 
-class _Tended:
+class _MaintainedLog:
     """The log, swept once, and what is waiting in it."""
 
-    def __init__(self, path: LogPath, keeping: Keeping) -> None:
+    def __init__(self, path: LogPath, keeping: MaintenancePolicy) -> None:
         self._log = ChangeLog.open(path)
         self._keeping = keeping
-        self._unsealed = Unsealed(self._log)
+        self._unsealed = UnsealedCommits(self._log)
         self._trim_due = 0.0
         # A lock that another host's process left behind is only given up to one who waits.
         with Sealer(path, wait_seconds=WAIT_SECONDS_MAX):
             pass
 
-    def look(self) -> None:
+    def run_due(self) -> None:
         """Do what is due."""
-        due = self._unsealed.due(self._keeping)
+        due = self._unsealed.is_seal_due(self._keeping)
         if due or time.monotonic() >= self._trim_due:
-            keep(self._log, self._keeping, seal=due)
-            self._trim_due = time.monotonic() + TRIM_SECONDS
+            maintain_once(self._log, self._keeping, seal=due)
+            self._trim_due = time.monotonic() + TRIM_EVERY_SECONDS
 
 
-def keep(change_log: ChangeLog, keeping: Keeping, *, seal: bool) -> Kept:
+def maintain_once(change_log: ChangeLog, keeping: MaintenancePolicy, *, seal: bool) -> MaintenanceResult:
     """One round: seal if asked to, then join, clean up and trim."""
     with Sealer(change_log.path, wait_seconds=0.0, log=change_log) as sealer:
-        full = _is_nearly_full(change_log.path, keeping.policy)
+        full = _is_nearly_full(change_log.path, keeping.retention)
         try:
-            sealed = sealer.seal() if seal or full else Sealed()
+            sealed = sealer.seal() if seal or full else SealResult()
             if seal:
-                sealed += sealer.join()
+                sealed += sealer.merge_seals()
         except LogFull:
             # To seal needs room; what was replaced, or is kept for nobody, may have it.
             sealer.clean(0.0)
-            trim(sealer, keeping.policy)
+            trim(sealer, keeping.retention)
             raise
         # Room is worth more than the comfort of a reader who must look a file up again.
         sealed += sealer.clean(0.0 if full else keeping.grace_seconds)
-        return Kept(sealed=sealed, trimmed=trim(sealer, keeping.policy))
+        return MaintenanceResult(sealed=sealed, trimmed=trim(sealer, keeping.retention))
 
 
-def _is_nearly_full(path: LogPath, policy: Policy) -> bool:
-    return policy.max_bytes is not None and disk_bytes(path) > policy.max_bytes * ROOM
+def _is_nearly_full(path: LogPath, policy: RetentionPolicy) -> bool:
+    return policy.max_bytes is not None and disk_bytes(path) > policy.max_bytes * ROOM_RATIO

@@ -18,24 +18,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tailrace import failpoints
-from tailrace.changelog.format.seal import ColdFile, Seal
-from tailrace.changelog.format.trimmed import NAME, Trimmed, TrimmedTable, write_trimmed
+from tailrace.changelog.format.seal import Seal, SealedFile
+from tailrace.changelog.format.trimmed import TRIMMED_FILE, TrimmedTable, TrimRecord, write_trimmed
 from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read import consumers
-from tailrace.changelog.read.consumers import Hold
+from tailrace.changelog.read.consumers import RetentionHold
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.storage import files
-from tailrace.storage.files import LogPath, Stamp
+from tailrace.storage.files import FileStamp, LogPath
 from tailrace.storage.objects import ObjectPath
 
 log = logging.getLogger(__name__)
 
-ROOM = 0.9
+ROOM_RATIO = 0.9
 """Of `max_bytes`: room is made before it is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class RetentionPolicy:
     """How long and how much the log keeps of what nobody needs any more, and how much at all."""
 
     age_seconds: float | None = 7 * 86_400.0
@@ -47,7 +47,7 @@ class Policy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trim:
+class TrimResult:
     """What was let go."""
 
     commits: int = 0
@@ -58,10 +58,10 @@ class Trim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HoldUsage:
     """One reader or lake table, and how much the log keeps for it."""
 
-    hold: Hold
+    hold: RetentionHold
     state: str
     """`live`; `expired`: not heard of for too long; `detached`: it has lost rows. Only a live one holds."""
     files: int
@@ -70,17 +70,17 @@ class Held:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptFile:
     """A sealed file that is still there."""
 
     seal: Seal
-    file: ColdFile
+    file: SealedFile
 
 
-def held(change_log: ChangeLog, now: float | None = None) -> list[Held]:
+def hold_usages(change_log: ChangeLog, now: float | None = None) -> list[HoldUsage]:
     """Everyone who said what they need, and what that makes the log keep."""
     now = time.time() if now is None else now
-    change_log.cold.refresh()
+    change_log.seal_index.refresh()
     gone = change_log.trimmed()
     kept = _kept(change_log, gone)
     found = []
@@ -88,7 +88,7 @@ def held(change_log: ChangeLog, now: float | None = None) -> list[Held]:
         state = _state(change_log, hold, gone, now)
         mine = [item.file for item in kept if state == "live" and _needs(hold, item.file)]
         found.append(
-            Held(
+            HoldUsage(
                 hold=hold,
                 state=state,
                 files=len(mine),
@@ -103,7 +103,7 @@ def disk_bytes(path: LogPath) -> int:
     """What the log, or a folder of it, takes, but for what processes say in `status/`: letting go of rows makes no room
     there."""
     if isinstance(path, ObjectPath):
-        with files.explained(path):
+        with files.explain_errors(path):
             return sum(_log_sizes(path).values())
     size = 0
     for folder, below, names in os.walk(path):
@@ -117,7 +117,7 @@ def disk_bytes(path: LogPath) -> int:
 
 def _log_sizes(path: LogPath) -> dict[LogPath, int]:
     status = f"{path}/status/"
-    return {file: size for file, size in files.sizes(path).items() if not str(file).startswith(status)}
+    return {file: size for file, size in files.file_sizes(path).items() if not str(file).startswith(status)}
 
 
 def _taken(sizes: dict[LogPath, int], paths: Iterable[LogPath]) -> int:
@@ -126,29 +126,29 @@ def _taken(sizes: dict[LogPath, int], paths: Iterable[LogPath]) -> int:
     return sum(size for file, size in sizes.items() if file in wanted or file.parent in wanted)
 
 
-def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:
+def trim(sealer: Sealer, policy: RetentionPolicy, now: float | None = None) -> TrimResult:
     """Let go of what the policy says; needs the lock of those who seal, as `sealer` does."""
     now = time.time() if now is None else now
     change_log = sealer.log
-    change_log.cold.refresh()
-    with files.explained(change_log.path):
-        stamp = files.stamp(change_log.path / NAME)
+    change_log.seal_index.refresh()
+    with files.explain_errors(change_log.path):
+        stamp = files.read_stamp(change_log.path / TRIMMED_FILE)
     gone = change_log.trimmed()
     kept = _kept(change_log, gone)
     live = [hold for hold in _holds(change_log) if _state(change_log, hold, gone, now) == "live"]
     going = _old_enough(kept, live, policy.age_seconds, now)
-    detached: list[Hold] = []
-    limits = [limit for limit in (policy.bytes, policy.max_bytes and int(policy.max_bytes * ROOM)) if limit]
+    detached: list[RetentionHold] = []
+    limits = [limit for limit in (policy.bytes, policy.max_bytes and int(policy.max_bytes * ROOM_RATIO)) if limit]
     if limits:
         # What seals have replaced goes by itself, and twice the room is not a reason to let go of rows.
-        leaving, staying = set(sealer.leaving()), sealer.staying()
-        with files.explained(change_log.path):
+        leaving, staying = set(sealer.removable_files()), sealer.replaced_files_kept()
+        with files.explain_errors(change_log.path):
             sizes = _log_sizes(change_log.path)
-            unsealed = _taken(sizes, sealer.not_sealed({*leaving, *staying}))
+            unsealed = _taken(sizes, sealer.unsealed_files({*leaving, *staying}))
         total = sum(sizes.values()) - _taken(sizes, leaving)
         twice = _taken(sizes, staying)
         going += _free(kept, live, going, total - _size(going) - min(limits))
-        while policy.max_bytes and (over := total - _size(going) - int(policy.max_bytes * ROOM)) > 0:
+        while policy.max_bytes and (over := total - _size(going) - int(policy.max_bytes * ROOM_RATIO)) > 0:
             worst = _worst(kept, live, going)
             left = _size(kept) - _size(going)
             if worst is None or over <= unsealed or left < over <= unsealed + twice:
@@ -159,43 +159,45 @@ def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:
     return _let_go(sealer, gone, stamp, going, detached)
 
 
-def _holds(change_log: ChangeLog) -> list[Hold]:
+def _holds(change_log: ChangeLog) -> list[RetentionHold]:
     change_log.schemas.load()
-    return consumers.holds(change_log.path, change_log.schemas.named)
+    return consumers.read_holds(change_log.path, change_log.schemas.numbers_named)
 
 
-def _kept(change_log: ChangeLog, gone: Trimmed) -> list[_Kept]:
+def _kept(change_log: ChangeLog, gone: TrimRecord) -> list[_KeptFile]:
     """The sealed files that are there, oldest rows first."""
     found = [
-        _Kept(seal, file)
-        for seal in change_log.cold.seals
+        _KeptFile(seal, file)
+        for seal in change_log.seal_index.seals
         for file in seal.files
-        if not gone.covers(file.table, file.last_seq)
+        if not gone.is_trimmed(file.table, file.last_seq)
     ]
     return sorted(found, key=lambda item: item.file.last_seq)
 
 
-def _state(change_log: ChangeLog, hold: Hold, gone: Trimmed, now: float) -> str:
-    if hold.expired(now):
+def _state(change_log: ChangeLog, hold: RetentionHold, gone: TrimRecord, now: float) -> str:
+    if hold.is_expired(now):
         return "expired"
-    lost = change_log.lost(gone, hold.tables).values()
+    lost = change_log.trimmed_tables(gone, hold.tables).values()
     needed = any(table.last_seq > hold.seq and table.commit > hold.commit for table in lost)
     return "detached" if needed else "live"
 
 
-def _needs(hold: Hold, file: ColdFile) -> bool:
+def _needs(hold: RetentionHold, file: SealedFile) -> bool:
     return hold.needs(file.table, file.last_seq, file.last)
 
 
-def _needed(file: ColdFile, live: Iterable[Hold]) -> bool:
+def _needed(file: SealedFile, live: Iterable[RetentionHold]) -> bool:
     return any(_needs(hold, file) for hold in live)
 
 
-def _size(items: Iterable[_Kept]) -> int:
+def _size(items: Iterable[_KeptFile]) -> int:
     return sum(item.file.size for item in items)
 
 
-def _old_enough(kept: list[_Kept], live: list[Hold], age_seconds: float | None, now: float) -> list[_Kept]:
+def _old_enough(
+    kept: list[_KeptFile], live: list[RetentionHold], age_seconds: float | None, now: float
+) -> list[_KeptFile]:
     """What nobody needs and is older than the policy keeps. A clock that jumps back only keeps more."""
     if age_seconds is None:
         return []
@@ -203,9 +205,9 @@ def _old_enough(kept: list[_Kept], live: list[Hold], age_seconds: float | None, 
     return [item for item in kept if item.seal.written_to <= before and not _needed(item.file, live)]
 
 
-def _free(kept: list[_Kept], live: list[Hold], going: list[_Kept], over: int) -> list[_Kept]:
+def _free(kept: list[_KeptFile], live: list[RetentionHold], going: list[_KeptFile], over: int) -> list[_KeptFile]:
     """The oldest files that nobody needs, as many as make up so many bytes."""
-    found: list[_Kept] = []
+    found: list[_KeptFile] = []
     already = {id(item) for item in going}
     for item in kept:
         if over <= 0:
@@ -216,7 +218,7 @@ def _free(kept: list[_Kept], live: list[Hold], going: list[_Kept], over: int) ->
     return found
 
 
-def _worst(kept: list[_Kept], live: list[Hold], going: list[_Kept]) -> Hold | None:
+def _worst(kept: list[_KeptFile], live: list[RetentionHold], going: list[_KeptFile]) -> RetentionHold | None:
     """Who holds the most of what could otherwise go."""
     already = {id(item) for item in going}
     sizes = [
@@ -227,10 +229,12 @@ def _worst(kept: list[_Kept], live: list[Hold], going: list[_Kept]) -> Hold | No
     return hold if size else None
 
 
-def _let_go(sealer: Sealer, gone: Trimmed, stamp: Stamp | None, going: list[_Kept], detached: list[Hold]) -> Trim:
+def _let_go(
+    sealer: Sealer, gone: TrimRecord, stamp: FileStamp | None, going: list[_KeptFile], detached: list[RetentionHold]
+) -> TrimResult:
     after = _record(sealer.log, gone, going, detached)
     if after == gone:
-        return Trim()
+        return TrimResult()
     for hold in detached:
         log.error(
             "detached from the log, which was about to grow past log.max_bytes: it must be read anew as a whole",
@@ -238,8 +242,8 @@ def _let_go(sealer: Sealer, gone: Trimmed, stamp: Stamp | None, going: list[_Kep
         )
     write_trimmed(sealer.path, after, stamp)
     failpoints.hit("trim.recorded")
-    removed = sealer.let_go(after)
-    return Trim(
+    removed = sealer.remove_trimmed(after)
+    return TrimResult(
         commits=after.commit - gone.commit,
         files=len(going),
         rows=sum(item.file.rows for item in going),
@@ -248,7 +252,9 @@ def _let_go(sealer: Sealer, gone: Trimmed, stamp: Stamp | None, going: list[_Kep
     )
 
 
-def _record(change_log: ChangeLog, gone: Trimmed, going: list[_Kept], detached: list[Hold]) -> Trimmed:
+def _record(
+    change_log: ChangeLog, gone: TrimRecord, going: list[_KeptFile], detached: list[RetentionHold]
+) -> TrimRecord:
     """What will be gone: these files, and every seal at the beginning that has none left."""
     tables = dict(gone.tables)
     for item in going:
@@ -265,10 +271,10 @@ def _record(change_log: ChangeLog, gone: Trimmed, going: list[_Kept], detached: 
     if not going:
         return after
     newest_gone = max(item.seal.last for item in going)
-    for seal in change_log.cold.seals:
+    for seal in change_log.seal_index.seals:
         if seal.last <= gone.commit:
             continue  # counted already: its removal failed or was cut short
-        if seal.last > newest_gone or not all(after.covers(file.table, file.last_seq) for file in seal.files):
+        if seal.last > newest_gone or not all(after.is_trimmed(file.table, file.last_seq) for file in seal.files):
             break
         after = replace(
             after,

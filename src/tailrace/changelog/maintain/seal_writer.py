@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tailrace import failpoints
-from tailrace.changelog.format.schemas import Version
-from tailrace.changelog.format.seal import ColdFile, Group, check_file, checksum_of, damaged
+from tailrace.changelog.format.schemas import LogSchemaVersion
+from tailrace.changelog.format.seal import RowGroup, SealedFile, check_file, checksum_of, sealed_file_error
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.storage import files
@@ -29,11 +29,11 @@ SAMPLE_ROWS = 4_096
 _ALWAYS_DICTIONARY = (change.OP, change.POSITION)
 _COMMIT_FIELD = pa.field(change.COMMIT, pa.int64(), nullable=False)
 
-Shape = Callable[[int, int], Version]
+SchemaLookup = Callable[[int, int], LogSchemaVersion]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class SealFileSizes:
     """How large files and what is held in memory become."""
 
     group_rows: int = 131_072
@@ -47,18 +47,18 @@ class Sizes:
     """A file is closed at the first row group past this."""
 
 
-SIZES = Sizes()
+SEAL_FILE_SIZES = SealFileSizes()
 
 
-class TableFiles:
+class SealWriter:
     """The files of one seal, while they are written."""
 
-    def __init__(self, log: LogPath, shape: Shape, sizes: Sizes = SIZES) -> None:
+    def __init__(self, log: LogPath, shape: SchemaLookup, sizes: SealFileSizes = SEAL_FILE_SIZES) -> None:
         self._log = log
         self._shape = shape
         self._sizes = sizes
         self._open: dict[int, _Writer] = {}
-        self._done: list[ColdFile] = []
+        self._done: list[SealedFile] = []
         self._grown: set[int] = set()
         self._pending_bytes = 0
 
@@ -68,15 +68,15 @@ class TableFiles:
         data = _without_empty(batch.data).append_column(_COMMIT_FIELD, column)
         self._append(table, schema, data, (batch.moves, batch.truncates, batch.unfit))
 
-    def copy(self, file: ColdFile) -> None:
+    def copy(self, file: SealedFile) -> None:
         """The rows of a file that is to be one with its neighbours."""
         path = self._log / file.file
         try:
             check_file(path, file.size, file.crc)
         except FileNotFoundError as error:  # nobody but us removes any
-            raise damaged(path, "it is missing") from error
+            raise sealed_file_error(path, "it is missing") from error
         counts = (file.moves, file.truncates, file.unfit)
-        with pq.ParquetFile(files.source(path), memory_map=True) as parquet:
+        with pq.ParquetFile(files.arrow_source(path), memory_map=True) as parquet:
             for place in range(len(file.groups)):
                 for data in parquet.read_row_group(place, use_threads=False).combine_chunks().to_batches():
                     self._append(file.table, file.schema, data, counts)
@@ -86,7 +86,7 @@ class TableFiles:
     def _append(self, table: int, schema: int, data: pa.RecordBatch, counts: tuple[int, int, int]) -> None:
         writer = self._open.get(table)
         if writer is not None and writer.schema != schema:
-            self.flush(table)
+            self.end_file(table)
             writer = None
         if writer is None:
             writer = self._open[table] = _Writer(self._log, self._shape(table, schema))
@@ -117,7 +117,7 @@ class TableFiles:
         if writer.file_bytes >= self._sizes.file_bytes:
             self._done += writer.close()
 
-    def flush(self, table: int) -> None:
+    def end_file(self, table: int) -> None:
         """End the table's file: what comes next goes into another."""
         writer = self._open.get(table)
         if writer is not None:
@@ -126,13 +126,13 @@ class TableFiles:
             del self._open[table]
         self._grown.discard(table)
 
-    def close(self) -> list[ColdFile]:
+    def close(self) -> list[SealedFile]:
         """All files, durable, in order."""
         for table in list(self._open):
-            self.flush(table)
+            self.end_file(table)
         folders = {(self._log / file.file).parent for file in self._done}
         for folder in {*folders, self._log / "cold" / "files"}:
-            with files.explained(folder):
+            with files.explain_errors(folder):
                 files.sync_folder(folder)
         return sorted(self._done, key=lambda file: (file.table, file.first_seq))
 
@@ -147,18 +147,18 @@ class TableFiles:
 class _Writer:
     """The file of one table that is being written, and its rows that are not in it yet."""
 
-    def __init__(self, log: LogPath, version: Version) -> None:
+    def __init__(self, log: LogPath, version: LogSchemaVersion) -> None:
         self._log = log
         self._version = version
         self._folder = log / "cold" / "files" / str(version.table)
-        with files.explained(self._folder):
+        with files.explain_errors(self._folder):
             files.make_folder(self._folder)
         self._pending: list[pa.RecordBatch] = []
         self._names: tuple[str, ...] = ()
         self._sink: pa.NativeFile | None = None
         self._parquet: pq.ParquetWriter | None = None
         self._aside: Path | None = None
-        self._groups: list[Group] = []
+        self._groups: list[RowGroup] = []
         self._first: tuple[int, int] = (0, 0)
         self._counts, self._pending_counts = [0, 0, 0], [0, 0, 0]
         """Moves, truncates and values that did not fit: in the file, and in what is pending."""
@@ -174,17 +174,17 @@ class _Writer:
         self.pending_rows += data.num_rows
         self.pending_bytes += data.nbytes
 
-    def write_group(self) -> list[ColdFile]:
+    def write_group(self) -> list[SealedFile]:
         """Write what is pending; the file before it, if that had to end because it lacks a column."""
         if not self._pending:
             return []
         wanted = {name for data in self._pending for name in data.schema.names}
         ended = self.close_file() if self._parquet is not None and not wanted <= set(self._names) else []
         names = wanted | set(self._names)
-        fields = [field for field in (*self._version.arrow, _COMMIT_FIELD) if field.name in names]
+        fields = [field for field in (*self._version.arrow_schema, _COMMIT_FIELD) if field.name in names]
         shape = pa.schema(fields)
         rows = pa.Table.from_batches([_fill(data, shape) for data in self._pending]).combine_chunks()
-        with files.explained(self._folder):
+        with files.explain_errors(self._folder):
             if self._parquet is None:
                 self._open_file(rows)
             assert self._parquet is not None, "just opened"
@@ -195,7 +195,7 @@ class _Writer:
         self._counts = [mine + more for mine, more in zip(self._counts, self._pending_counts, strict=True)]
         self._pending_counts = [0, 0, 0]
         self._groups.append(
-            Group(
+            RowGroup(
                 rows=rows.num_rows,
                 first=commits[0].as_py(),
                 last=commits[-1].as_py(),
@@ -210,7 +210,7 @@ class _Writer:
 
     def _open_file(self, rows: pa.Table) -> None:
         self._names = tuple(rows.schema.names)
-        self._aside = files.scratch_of(self._folder) / f".{uuid.uuid4().hex}.tmp"
+        self._aside = files.scratch_folder(self._folder) / f".{uuid.uuid4().hex}.tmp"
         self._sink = pa.OSFile(str(self._aside), "wb")
         place = rows.schema.get_field_index(change.SEQ)
         self._parquet = pq.ParquetWriter(
@@ -224,15 +224,15 @@ class _Writer:
             column_encoding={change.SEQ: "DELTA_BINARY_PACKED", change.TX_INDEX: "DELTA_BINARY_PACKED"},
         )
 
-    def close(self) -> list[ColdFile]:
+    def close(self) -> list[SealedFile]:
         """Write what is left, and end the file."""
         ended = self.write_group()
         return ended + self.close_file()
 
-    def close_file(self) -> list[ColdFile]:
+    def close_file(self) -> list[SealedFile]:
         if self._parquet is None or self._sink is None or self._aside is None:
             return []
-        with files.explained(self._aside):
+        with files.explain_errors(self._aside):
             self._parquet.close()
             self._sink.close()
             crc, size = checksum_of(self._aside)
@@ -242,7 +242,7 @@ class _Writer:
             files.put_file(self._aside, path)
         failpoints.hit("seal.file_written")
         moves, truncates, unfit = self._counts
-        done = ColdFile(
+        done = SealedFile(
             table=self._version.table,
             schema=self._version.version,
             rows=sum(group.rows for group in self._groups),
@@ -253,7 +253,7 @@ class _Writer:
             moves=moves,
             truncates=truncates,
             unfit=unfit,
-            file=files.below(self._log, path),
+            file=files.relative_name(self._log, path),
             size=size,
             crc=crc,
             groups=tuple(self._groups),

@@ -28,59 +28,59 @@ import pyarrow.parquet as pq
 
 from tailrace import failpoints
 from tailrace.changelog.format import seal as cold
-from tailrace.changelog.format.commit_file import Header, commit_path
-from tailrace.changelog.format.seal import COMMIT_COLUMNS, ColdFile, Seal, checksum_of, commits_path, seal_path
-from tailrace.changelog.format.trimmed import NAME as TRIMMED
-from tailrace.changelog.format.trimmed import NOTHING, Trimmed
-from tailrace.changelog.maintain.glob_links import show_links, sweep_views
-from tailrace.changelog.maintain.seal_writer import SIZES, Sizes, TableFiles
+from tailrace.changelog.format.commit_file import CommitHeader, commit_path
+from tailrace.changelog.format.seal import COMMIT_COLUMNS, Seal, SealedFile, checksum_of, commits_path, seal_path
+from tailrace.changelog.format.trimmed import NOTHING_TRIMMED, TrimRecord
+from tailrace.changelog.format.trimmed import TRIMMED_FILE as TRIMMED
+from tailrace.changelog.maintain.glob_links import remove_stale_links, write_links
+from tailrace.changelog.maintain.seal_writer import SEAL_FILE_SIZES, SealFileSizes, SealWriter
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.changelog.write.log_lease import Lease
+from tailrace.changelog.write.log_lease import LogLease
 from tailrace.errors import LogFull
 from tailrace.storage import files, local
 from tailrace.storage.files import LogPath
 from tailrace.storage.objects import ObjectPath
 
-SEALER = "sealer"
+SEALER_LEASE = "sealer"
 GRACE_SECONDS = 300.0
-UNNAMED_SECONDS = 3600.0
+ORPHAN_SECONDS = 3600.0
 """In a store, a file that no seal names and that is not older may be one that is about to be named."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SealLimits:
     """How much becomes one seal, and one file of it."""
 
     commits: int = 50_000
     """In one seal, so that its memory is bounded."""
     bytes: int = 256 << 20
     """Of commits in one seal, unless a single one has more."""
-    join_count: int = 8
+    merge_count: int = 8
     """Seals of one level that become one of the next."""
-    join_bytes: int = 1 << 30
-    join_seconds: float = 86_400.0
+    merge_bytes: int = 1 << 30
+    merge_seconds: float = 86_400.0
     """Seals that would hold more, or span longer, are not joined any more: retention lets go of whole seals."""
     small_bytes: int = 64 << 20
     """A smaller file is written again together with its neighbours when seals are joined."""
-    sizes: Sizes = SIZES
+    file_sizes: SealFileSizes = SEAL_FILE_SIZES
 
 
-LIMITS = Limits()
+SEAL_LIMITS = SealLimits()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sealed:
+class SealResult:
     """What a round of work came to."""
 
     seals: int = 0
     commits: int = 0
     rows: int = 0
     bytes: int = 0
-    joined: int = 0
+    merged: int = 0
     removed: int = 0
 
-    def __add__(self, other: Sealed) -> Sealed:
-        return Sealed(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+    def __add__(self, other: SealResult) -> SealResult:
+        return SealResult(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 class Sealer:
@@ -90,13 +90,18 @@ class Sealer:
     """
 
     def __init__(
-        self, path: LogPath | str, *, wait_seconds: float = 30.0, log: ChangeLog | None = None, limits: Limits = LIMITS
+        self,
+        path: LogPath | str,
+        *,
+        wait_seconds: float = 30.0,
+        log: ChangeLog | None = None,
+        limits: SealLimits = SEAL_LIMITS,
     ) -> None:
         self.log = log or ChangeLog.open(path)
         self.path = self.log.path
         self._limits = limits
         files.make_folder(self.path / "cold" / "files")
-        self._lease = Lease(self.path, SEALER, wait_seconds)
+        self._lease = LogLease(self.path, SEALER_LEASE, wait_seconds)
         try:
             self._refuse_gaps()
             if log is None:
@@ -117,48 +122,48 @@ class Sealer:
 
     def _refuse_gaps(self) -> None:
         """Where something is missing, nothing is sealed, let go of or swept away: it may be put back."""
-        self.log.cold.refresh()
-        newest, first, seals = self.log.newest(), self.log.trimmed().commit + 1, self.log.cold.seals
-        with files.explained(self.path / "hot"):
-            there = set(files.names(self.path / "hot"))
-        unsealed = range(max(first, self.log.cold.last + 1), newest + 1)
+        self.log.seal_index.refresh()
+        newest, first, seals = self.log.newest(), self.log.trimmed().commit + 1, self.log.seal_index.seals
+        with files.explain_errors(self.path / "hot"):
+            there = set(files.list_names(self.path / "hot"))
+        unsealed = range(max(first, self.log.seal_index.last_commit + 1), newest + 1)
         for commit in (*range(first, seals[0].first if seals else first), *unsealed):
             if commit_path(self.path, commit).name not in there:
                 self.log.header(commit)  # says that it is missing
 
     # Sealing.
 
-    def unsealed(self) -> tuple[int, int]:
+    def unsealed_range(self) -> tuple[int, int]:
         """The first and the last commit that are not sealed; an empty range if all are."""
         newest = self.log.newest()
         return self._first_unsealed(), newest
 
-    def not_sealed(self, replaced: Collection[LogPath]) -> Iterator[LogPath]:
+    def unsealed_files(self, replaced: Collection[LogPath]) -> Iterator[LogPath]:
         """Where the rows of those commits lie, and of one that is being written, given what seals have replaced."""
         for folder in (self.path / "hot", self.path / "big"):
             with suppress(FileNotFoundError):  # a log may be made before its folders
-                found = files.parts_of(folder) if files.is_remote(folder) else folder.iterdir()
+                found = files.deletable_parts(folder) if files.is_remote(folder) else folder.iterdir()
                 yield from (path for path in found if path not in replaced and path.parent not in replaced)
 
     def _first_unsealed(self) -> int:
-        self.log.cold.refresh()
-        return max(self.log.cold.last, self.log.trimmed().commit) + 1
+        self.log.seal_index.refresh()
+        return max(self.log.seal_index.last_commit, self.log.trimmed().commit) + 1
 
-    def seal(self, progress: Callable[[int, int], None] = lambda done, of: None) -> Sealed:
+    def seal(self, progress: Callable[[int, int], None] = lambda done, of: None) -> SealResult:
         """Seal every commit there is now; `progress` hears how many of how many."""
-        first, last = self.unsealed()
-        done = Sealed()
+        first, last = self.unsealed_range()
+        done = SealResult()
         while (begin := self._first_unsealed()) <= last:
             made = self._seal_some(begin, last)
-            done += Sealed(seals=1, commits=made.last - made.first + 1, rows=made.rows, bytes=made.bytes)
+            done += SealResult(seals=1, commits=made.last - made.first + 1, rows=made.rows, bytes=made.bytes)
             progress(made.last - first + 1, last - first + 1)
         return done
 
     def _seal_some(self, first: int, last: int) -> Seal:
         """One seal, from the first commit on, as much as one holds."""
-        tables = TableFiles(self.path, self.log.schemas.get, self._limits.sizes)
+        tables = SealWriter(self.path, self.log.schemas.get, self._limits.file_sizes)
         try:
-            headers: list[Header] = []
+            headers: list[CommitHeader] = []
             size = 0
             for header in self.log.headers(first - 1, min(last, first + self._limits.commits - 1)):
                 size += sum(body.size for body in header.bodies)
@@ -174,12 +179,12 @@ class Sealer:
             raise
         return self._publish(replace(_seal_of(headers), files=tuple(found)), tables, _commit_rows(headers))
 
-    def _publish(self, seal: Seal, tables: TableFiles, commits: pa.Table) -> Seal:
+    def _publish(self, seal: Seal, tables: SealWriter, commits: pa.Table) -> Seal:
         """Make a seal: files first, then the seal that names them, then the links of the glob."""
         path, target = commits_path(self.path, seal.stem), seal_path(self.path, seal.stem)
-        aside = files.aside_of(files.scratch_of(path.parent) / path.name)
+        aside = files.temp_path(files.scratch_folder(path.parent) / path.name)
         try:
-            with files.explained(path):
+            with files.explain_errors(path):
                 pq.write_table(_coalesced(commits), aside, compression="zstd")
                 crc, size = checksum_of(aside)
                 files.put_file(aside, path)
@@ -188,52 +193,52 @@ class Sealer:
                 self._lease.check()
             seal = replace(seal, commits_size=size, commits_crc=crc, sealed_at=time.time_ns() // 1000)
             failpoints.hit("seal.before_publish")
-            with files.explained(target):
+            with files.explain_errors(target):
                 files.create(target, cold.encode_seal(seal))
         except BaseException as error:
             files.remove(aside)
             # A seal that has its name is read, durable or not. The next one who sweeps makes it durable.
-            if not isinstance(error.__cause__, local.Doubtful) and not _may_be_there(target):
+            if not isinstance(error.__cause__, local.DurabilityUnknown) and not _may_be_there(target):
                 files.remove(path)
                 tables.abandon()
             raise
         failpoints.hit("seal.after_publish")
-        self.log.cold.refresh()
-        self.show({file.table for file in seal.files})
+        self.log.seal_index.refresh()
+        self.update_links({file.table for file in seal.files})
         return seal
 
     # Joining.
 
-    def join(self) -> Sealed:
+    def merge_seals(self) -> SealResult:
         """Make one seal of many small neighbours, until there are none left to join."""
-        done = Sealed()
+        done = SealResult()
         while run := self._joinable():
             self._join(run)
-            done += Sealed(joined=len(run))
+            done += SealResult(merged=len(run))
         return done
 
     def _joinable(self) -> list[Seal]:
         """The oldest neighbours of one level that are enough to become one, and not too much."""
-        self.log.cold.refresh()
+        self.log.seal_index.refresh()
         limits = self._limits
         run: list[Seal] = []
-        for seal in self.log.cold.seals:
+        for seal in self.log.seal_index.seals:
             if run and seal.level != run[-1].level:
                 run = []
-            run = [*run, seal][-limits.join_count :]
+            run = [*run, seal][-limits.merge_count :]
             size = sum(item.bytes for item in run)
             seconds = (run[-1].written_to - run[0].written_from) / 1e6
-            if len(run) == limits.join_count and size <= limits.join_bytes and seconds <= limits.join_seconds:
+            if len(run) == limits.merge_count and size <= limits.merge_bytes and seconds <= limits.merge_seconds:
                 return run
         return []
 
     def _join(self, run: list[Seal]) -> Seal:
-        tables = TableFiles(self.path, self.log.schemas.get, self._limits.sizes)
+        tables = SealWriter(self.path, self.log.schemas.get, self._limits.file_sizes)
         try:
-            kept: list[ColdFile] = []
+            kept: list[SealedFile] = []
             for file in self._kept_files(run):
                 if file.size >= self._limits.small_bytes:
-                    tables.flush(file.table)
+                    tables.end_file(file.table)
                     kept.append(file)
                 else:
                     tables.copy(file)
@@ -258,44 +263,44 @@ class Sealer:
         )
         return self._publish(joined, tables, commits)
 
-    def _kept_files(self, run: list[Seal]) -> list[ColdFile]:
+    def _kept_files(self, run: list[Seal]) -> list[SealedFile]:
         """The files of seals that are not trimmed, table by table, in order."""
         gone = self.log.trimmed()
-        found = [file for seal in run for file in seal.files if not gone.covers(file.table, file.last_seq)]
+        found = [file for seal in run for file in seal.files if not gone.is_trimmed(file.table, file.last_seq)]
         return sorted(found, key=lambda file: (file.table, file.first_seq))
 
     # Cleaning up.
 
-    def clean(self, grace_seconds: float = GRACE_SECONDS) -> Sealed:
+    def clean(self, grace_seconds: float = GRACE_SECONDS) -> SealResult:
         """Remove what seals have replaced for longer than the grace period."""
-        self.log.cold.refresh()
+        self.log.seal_index.refresh()
         old = time.time() - grace_seconds
         removed = 0
         if files.is_remote(self.path):  # many at a time
             gone = list(self._hot_files(old))
-            with files.explained(self.path):
+            with files.explain_errors(self.path):
                 files.delete_all(gone)
             removed = len(gone)
         removed += sum(_remove(path) for path in self._replaced(old))
-        return Sealed(removed=removed)
+        return SealResult(removed=removed)
 
-    def leaving(self) -> list[LogPath]:
+    def removable_files(self) -> list[LogPath]:
         """What seals have replaced and the next cleanings will remove."""
         return list(self._replaced(time.time() + 1.0))
 
-    def staying(self) -> list[LogPath]:
+    def replaced_files_kept(self) -> list[LogPath]:
         """What a seal has replaced and stays until there is a newer commit."""
         newest = self.log.newest()
-        sealed = self.log.cold.covering(newest) is not None
+        sealed = self.log.seal_index.covering(newest) is not None
         return [self.path / "big" / f"{newest:020d}", commit_path(self.path, newest)] if sealed else []
 
     def _replaced(self, old: float) -> Iterator[LogPath]:
         """Files that nobody will look up again, replaced for longer than the grace period."""
         yield from self._hot_files(old)
-        chain = {seal.stem for seal in self.log.cold.seals}
+        chain = {seal.stem for seal in self.log.seal_index.seals}
         replaced, freed = False, set[LogPath]()
-        for _, last, stem in cold.stems(self.path):
-            wider = self.log.cold.covering(last) if stem not in chain else None
+        for _, last, stem in cold.seal_stems(self.path):
+            wider = self.log.seal_index.covering(last) if stem not in chain else None
             if wider is not None and self._sealed_at(wider) <= old:
                 replaced = True
                 if files.is_remote(self.path):
@@ -312,33 +317,33 @@ class Sealer:
     def _hot_files(self, old: float) -> Iterator[LogPath]:
         """The own files of commits that are sealed or gone, but for the newest: the log says there how far it is."""
         newest, gone = self.log.newest(), self.log.trimmed().commit
-        ages = {seal.stem: self._sealed_at(seal) for seal in self.log.cold.seals}
-        with files.explained(self.path):
-            names, large = sorted(files.names(self.path / "hot")), set[str]()
+        ages = {seal.stem: self._sealed_at(seal) for seal in self.log.seal_index.seals}
+        with files.explain_errors(self.path):
+            names, large = sorted(files.list_names(self.path / "hot")), set[str]()
             with suppress(FileNotFoundError):
-                large = set(files.names(self.path / "big"))
+                large = set(files.list_names(self.path / "big"))
         for name in names:
             number = int(name[:20]) if name[:20].isdigit() else newest
-            seal = self.log.cold.covering(number) if number < newest else None
+            seal = self.log.seal_index.covering(number) if number < newest else None
             if number < newest and (number <= gone or (seal is not None and ages[seal.stem] <= old)):
                 # In this order: it is by the commit's own file that what lies in `big` is found.
                 if (big := self.path / "big" / f"{number:020d}").name in large:
-                    yield from files.parts_of(big)
+                    yield from files.deletable_parts(big)
                 yield commit_path(self.path, number)
 
     def _unnamed(self, freed: Collection[LogPath] = ()) -> Iterator[LogPath]:
         """Files of rows or commits that no seal names: replaced, or left by one who died."""
         if isinstance(self.path, ObjectPath):
-            before = (time.time() - UNNAMED_SECONDS) * 1e9
+            before = (time.time() - ORPHAN_SECONDS) * 1e9
             old = {path for path, meta in (self.path / "cold").walk() if meta.modified_ns < before}
             yield from (path for path in self._not_named() if path in freed or path in old)
         else:
             yield from self._not_named()
 
     def _not_named(self) -> Iterator[LogPath]:
-        stems = {stem for _, _, stem in cold.stems(self.path)}
-        others = [_files_of(self.path, stem) for stem in stems - {seal.stem for seal in self.log.cold.seals}]
-        found = [*(seal.files for seal in self.log.cold.seals), *others]
+        stems = {stem for _, _, stem in cold.seal_stems(self.path)}
+        others = [_files_of(self.path, stem) for stem in stems - {seal.stem for seal in self.log.seal_index.seals}]
+        found = [*(seal.files for seal in self.log.seal_index.seals), *others]
         named = {self.path / file.file for some in found for file in some}
         folder = self.path / "cold"
         yield from (path for path in (folder / "files").glob("*/*") if path not in named)
@@ -348,16 +353,16 @@ class Sealer:
 
     def _sweep(self) -> None:
         """Remove what one who sealed before us had not finished: we hold the lock, so nobody is at it."""
-        with files.explained(self.path):
+        with files.explain_errors(self.path):
             for leftover in self._leftovers():
                 leftover.unlink(missing_ok=True)
-            self.log.cold.refresh()
+            self.log.seal_index.refresh()
             self._settle()
             files.delete_all(list(self._unnamed()))
-            self.show({file.table for seal in self.log.cold.seals for file in seal.files})
+            self.update_links({file.table for seal in self.log.seal_index.seals for file in seal.files})
             if isinstance(self.path, Path):
-                sweep_views(self.path)
-            self.let_go(self.log.trimmed())
+                remove_stale_links(self.path)
+            self.remove_trimmed(self.log.trimmed())
 
     def _leftovers(self) -> Iterator[Path]:
         if isinstance(self.path, Path):
@@ -365,76 +370,76 @@ class Sealer:
                 yield from self.path.glob(pattern)
         else:
             folders = {self.path / "cold", *(self.path / "cold" / "files").iterdir()}
-            yield from (path for folder in folders for path in files.scratch_of(folder).glob(".*.tmp"))
+            yield from (path for folder in folders for path in files.scratch_folder(folder).glob(".*.tmp"))
 
     def _settle(self) -> None:
         """Make durable what is to be relied on when files go: its writer may have died, or failed, before it was."""
         if files.is_remote(self.path):
             return
-        seals = [seal_path(self.path, seal.stem) for seal in self.log.cold.seals]
+        seals = [seal_path(self.path, seal.stem) for seal in self.log.seal_index.seals]
         relied_on = [max(seals, key=_age_of)] if seals else []
-        if self.log.trimmed() != NOTHING:
+        if self.log.trimmed() != NOTHING_TRIMMED:
             relied_on.append(self.path / TRIMMED)
         for path in relied_on:
-            files.renew(path)
+            files.make_durable(path)
 
-    def let_go(self, gone: Trimmed) -> int:
+    def remove_trimmed(self, gone: TrimRecord) -> int:
         """Remove what is recorded as gone, or what one who died after recording it left; returns the bytes."""
-        self.log.cold.refresh()
-        seals = [*self.log.cold.seals, *self._replaced_seals()]
-        covered = [file for seal in seals for file in seal.files if gone.covers(file.table, file.last_seq)]
+        self.log.seal_index.refresh()
+        seals = [*self.log.seal_index.seals, *self._replaced_seals()]
+        covered = [file for seal in seals for file in seal.files if gone.is_trimmed(file.table, file.last_seq)]
         # On a full disk there is no room for other links either, until something has gone.
         with suppress(LogFull):
-            self.show({file.table for file in covered})
+            self.update_links({file.table for file in covered})
         size = 0
-        with files.explained(self.path):
+        with files.explain_errors(self.path):
             for seal in seals:
                 if seal.last <= gone.commit:
                     seal_path(self.path, seal.stem).unlink(missing_ok=True)
                     commits_path(self.path, seal.stem).unlink(missing_ok=True)
             for file in covered:
                 path = self.path / file.file
-                if files.is_there(path):
+                if files.file_exists(path):
                     path.unlink()
                     failpoints.hit("trim.removed")
                     size += file.size
-        self.show({file.table for file in covered})
+        self.update_links({file.table for file in covered})
         return size
 
     def _replaced_seals(self) -> Iterator[Seal]:
         """Seals that a wider one stands for, as long as they are there."""
-        chain = {seal.stem for seal in self.log.cold.seals}
-        for _, _, stem in cold.stems(self.path):
+        chain = {seal.stem for seal in self.log.seal_index.seals}
+        for _, _, stem in cold.seal_stems(self.path):
             if stem not in chain:
                 with suppress(FileNotFoundError):
                     yield cold.read_seal(self.path, stem)
 
     # The glob.
 
-    def show(self, tables: Iterable[int]) -> None:
+    def update_links(self, tables: Iterable[int]) -> None:
         """Bring the links of these tables' folders in line with the seals."""
         if isinstance(self.path, Path):
-            with files.explained(self.path / "cold"):
+            with files.explain_errors(self.path / "cold"):
                 self._show(self.path, tables)
 
     def _show(self, log: Path, tables: Iterable[int]) -> None:
         gone = self.log.trimmed()
         wanted: dict[int, dict[str, str]] = {table: {} for table in tables}
-        for file in (file for seal in self.log.cold.seals for file in seal.files):
-            if file.table in wanted and not gone.covers(file.table, file.last_seq):
+        for file in (file for seal in self.log.seal_index.seals for file in seal.files):
+            if file.table in wanted and not gone.is_trimmed(file.table, file.last_seq):
                 wanted[file.table][Path(file.file).name] = file.file
         for table, named in wanted.items():
-            show_links(log, table, named)
+            write_links(log, table, named)
 
 
-def _files_of(log: LogPath, stem: str) -> tuple[ColdFile, ...]:
+def _files_of(log: LogPath, stem: str) -> tuple[SealedFile, ...]:
     try:
         return cold.read_seal(log, stem).files
     except FileNotFoundError:
         return ()
 
 
-def _commit_rows(headers: list[Header]) -> pa.Table:
+def _commit_rows(headers: list[CommitHeader]) -> pa.Table:
     columns = {
         "commit": [header.commit for header in headers],
         "end": [header.end.value for header in headers],
@@ -456,7 +461,7 @@ def _coalesced(commits: pa.Table) -> pa.Table:
     return commits.filter(pa.array(kept))
 
 
-def _seal_of(headers: list[Header]) -> Seal:
+def _seal_of(headers: list[CommitHeader]) -> Seal:
     first, last = headers[0], headers[-1]
     times = [header.committed_at for header in headers if header.committed_at is not None]
     return Seal(
@@ -485,7 +490,7 @@ def _seal_of(headers: list[Header]) -> Seal:
 def _may_be_there(path: LogPath) -> bool:
     """Whether a name is taken, or may be: who cannot be asked has not said no."""
     try:
-        return files.is_there(path) if files.is_remote(path) else os.path.lexists(str(path))
+        return files.file_exists(path) if files.is_remote(path) else os.path.lexists(str(path))
     except OSError:
         return True
 
@@ -499,7 +504,7 @@ def _age_of(path: LogPath) -> float:
 
 
 def _remove(path: LogPath) -> int:
-    with files.explained(path):
+    with files.explain_errors(path):
         files.delete_all([path])
     failpoints.hit("clean.removed")
     return 1

@@ -16,17 +16,17 @@ import pyarrow as pa
 from tailrace.capture.port import SourceId
 from tailrace.changelog.format import commit_file
 from tailrace.changelog.format import seal as cold
-from tailrace.changelog.format.commit_file import Header, commit_path, corrupt
-from tailrace.changelog.format.seal import ColdFile, Seal, damaged, seal_path
-from tailrace.changelog.format.trimmed import NOTHING, Trimmed
+from tailrace.changelog.format.commit_file import CommitHeader, commit_path, corrupt_commit_error
+from tailrace.changelog.format.seal import Seal, SealedFile, seal_path, sealed_file_error
+from tailrace.changelog.format.trimmed import NOTHING_TRIMMED, TrimRecord
 from tailrace.changelog.maintain.retention import disk_bytes
-from tailrace.changelog.maintain.verify_files import Numbers, check_cold_file, check_list, is_run
+from tailrace.changelog.maintain.verify_files import SeqDigest, check_commit_list, check_sealed_file, is_run
 from tailrace.changelog.read import consumers
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogError, LogUnreachable, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn
-from tailrace.model.system_streams import SCHEMA_NUMBER
+from tailrace.model.system_streams import SCHEMA_STREAM_NUMBER
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 
@@ -40,7 +40,7 @@ _LINKS = "`tailrace log FILE seal` makes the links anew; the rows themselves are
 _UNREADABLE = (LogError, ValueError, KeyError, TypeError, IndexError, OSError, pa.ArrowException)
 """What a file that is not what was written may raise on the way to its rows."""
 
-_TROUBLE = (LogUnreachable, *files.STORE_TROUBLE)
+_TROUBLE = (LogUnreachable, *files.STORE_ERRORS)
 """A store that does not answer says nothing of its files: the look ends."""
 
 Progress = Callable[[int, int], None]
@@ -56,7 +56,7 @@ class Flaw:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class LogVerification:
     """What was looked at, and what was found."""
 
     commits: int
@@ -68,7 +68,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Before:
+class _PreviousCommit:
     """Where the commit before ended."""
 
     commit: int
@@ -76,10 +76,10 @@ class _Before:
     next_seq: int
 
 
-def verify(path: LogPath | str, progress: Progress = lambda done, of: None) -> Verdict:
+def verify(path: LogPath | str, progress: Progress = lambda done, of: None) -> LogVerification:
     """Look at the whole log; `progress` hears how many bytes of how many."""
-    path = files.place(path)
-    with files.store_explained(path):
+    path = files.parse_log_path(path)
+    with files.explain_store_errors(path):
         return _Verifier(path, progress).run()
 
 
@@ -95,13 +95,13 @@ class _Verifier:
         self._of = sum(disk_bytes(path / name) for name in ("hot", "big", "cold/files"))
         self._seals: dict[str, Seal] = {}
         self._bad_seals: dict[str, tuple[int, int]] = {}
-        self._read_files: dict[tuple[str, int], Numbers] = {}
+        self._read_files: dict[tuple[str, int], SeqDigest] = {}
         self._seen_hot: set[int] = set()
         self._seen_seals: set[str] = set()
-        self._gone: Trimmed | None = None
-        self._before: _Before | None = None
+        self._gone: TrimRecord | None = None
+        self._before: _PreviousCommit | None = None
 
-    def run(self) -> Verdict:
+    def run(self) -> LogVerification:
         log = self._open()
         if log is not None:
             self._log = log
@@ -113,10 +113,10 @@ class _Verifier:
             self._walk()
             self._check_leftovers()
             self._check_links()
-        for path in consumers.unreadable(self._path):
+        for path in consumers.unreadable_files(self._path):
             said = "a reader's place cannot be read, so the log keeps nothing for it"
             self._note(path, said, "Remove the file; its reader begins anew.")
-        return Verdict(
+        return LogVerification(
             commits=self._commits,
             rows=self._rows,
             files=self._files,
@@ -139,7 +139,7 @@ class _Verifier:
             raise error
         if isinstance(error, TailraceError):
             named = error.fields.get("path")
-            self._note(files.named(self._path, str(named)) if named else path, error.message, error.hint)
+            self._note(files.log_file_named(self._path, str(named)) if named else path, error.message, error.hint)
         else:
             self._note(path, f"it cannot be read: {type(error).__name__}")
 
@@ -178,15 +178,15 @@ class _Verifier:
     def _check_trimmed(self) -> None:
         with self._noting(self._path):
             gone = self._gone = self._log.trimmed()
-            self._before = _Before(gone.commit, gone.position if gone.commit else None, gone.next_seq)
+            self._before = _PreviousCommit(gone.commit, gone.position if gone.commit else None, gone.next_seq)
 
-    def _gone_now(self) -> Trimmed:
+    def _gone_now(self) -> TrimRecord:
         """What is trimmed by now; nothing, if the record was damaged to begin with."""
-        return self._log.trimmed() if self._gone is not None else NOTHING
+        return self._log.trimmed() if self._gone is not None else NOTHING_TRIMMED
 
     def _check_shapes(self) -> None:
         versions: dict[int, set[int]] = {}
-        for path in files.matching(self._path / "schemas", "*/*.json"):
+        for path in files.matching_files(self._path / "schemas", "*/*.json"):
             if not (path.parent.name.isdigit() and path.stem.isdigit()):
                 continue
             table, version = int(path.parent.name), int(path.stem)
@@ -204,7 +204,7 @@ class _Verifier:
     def _hot_numbers(self) -> set[int]:
         folder = self._path / "hot"
         try:
-            names = files.names(folder)
+            names = files.list_names(folder)
         except OSError as error:
             self._note(folder, f"the log's commits cannot be listed: {error.strerror or error.args[0]}")
             return set()
@@ -213,7 +213,7 @@ class _Verifier:
     def _look(self) -> None:
         """Take in the seals that are there now."""
         found = {}
-        for first, last, stem in cold.stems(self._path):
+        for first, last, stem in cold.seal_stems(self._path):
             if stem in self._bad_seals:
                 continue
             try:
@@ -266,7 +266,9 @@ class _Verifier:
     def _miss(self, commit: int, newest: int, hot: set[int], seal: Seal | None, error: FileNotFoundError) -> int:
         """Something that should be there is not; the next commit that something holds."""
         if seal is not None:
-            path = files.named(self._path, error.filename) if error.filename else seal_path(self._path, seal.stem)
+            path = (
+                files.log_file_named(self._path, error.filename) if error.filename else seal_path(self._path, seal.stem)
+            )
             self._note(path, "a sealed file of the log is missing")
             return seal.last + 1
         later = {number for number in hot if number > commit} | {newest + 1}
@@ -298,11 +300,11 @@ class _Verifier:
             self._before = None
             return
         self._follows(path, commit, header.start, header.next_seq - header.rows)
-        self._before = _Before(commit, header.end, header.next_seq)
+        self._before = _PreviousCommit(commit, header.end, header.next_seq)
         self._commits += 1
         self._rows += header.rows
 
-    def _read_commit(self, commit: int, path: LogPath) -> Header | None:
+    def _read_commit(self, commit: int, path: LogPath) -> CommitHeader | None:
         """A commit's header, after a look at every row; None if it cannot be read."""
         size = files.size_of(path)
         try:
@@ -317,10 +319,10 @@ class _Verifier:
         self._count(size)
         return header
 
-    def _check_bodies(self, header: Header, path: LogPath) -> None:
-        numbers, whole = Numbers(), True
+    def _check_bodies(self, header: CommitHeader, path: LogPath) -> None:
+        numbers, whole = SeqDigest(), True
         pieces = [self._path / piece.file for piece in header.big]
-        missing = {place for place, piece in enumerate(pieces, 1) if not files.is_there(piece)}
+        missing = {place for place, piece in enumerate(pieces, 1) if not files.file_exists(piece)}
         if missing:
             self._refuse_replaced(header.commit, path)
         for body in header.bodies:
@@ -332,18 +334,18 @@ class _Verifier:
                 seqs = self._log.batch(header, body).data.column(change.SEQ).to_numpy()
             except _UNREADABLE as error:
                 files.size_of(path)
-                if body.piece and not files.is_there(pieces[body.piece - 1]):
+                if body.piece and not files.file_exists(pieces[body.piece - 1]):
                     self._refuse_replaced(header.commit, path)
                 self._note_error(path, error)
                 whole = False
                 continue
             if not is_run(seqs, body.rows, body.first_seq, body.last_seq, body.table):
                 said = f"the rows of table {body.table} are not the ones its header names"
-                self._note_error(path, corrupt(path, said))
-            if body.table != SCHEMA_NUMBER:
-                numbers += Numbers.of(seqs)
-        if whole and numbers != Numbers.dense(header.next_seq - header.rows, header.next_seq):
-            self._note_error(path, corrupt(path, "its rows are not numbered one after another"))
+                self._note_error(path, corrupt_commit_error(path, said))
+            if body.table != SCHEMA_STREAM_NUMBER:
+                numbers += SeqDigest.of(seqs)
+        if whole and numbers != SeqDigest.of_range(header.next_seq - header.rows, header.next_seq):
+            self._note_error(path, corrupt_commit_error(path, "its rows are not numbered one after another"))
         for piece in pieces:
             with suppress(FileNotFoundError):
                 self._count(files.size_of(piece))
@@ -361,12 +363,12 @@ class _Verifier:
     def _check_seal(self, seal: Seal) -> None:
         path = seal_path(self._path, seal.stem)
         if seal.log != self._log.log_id:
-            self._note_error(path, damaged(path, "it belongs to another log"))
+            self._note_error(path, sealed_file_error(path, "it belongs to another log"))
         with self._noting(path):
-            check_list(self._path, seal)
+            check_commit_list(self._path, seal)
         found = self._check_files(seal, path)
         self._follows(path, seal.first, seal.start, seal.first_seq)
-        self._before = _Before(seal.last, seal.end, seal.next_seq)
+        self._before = _PreviousCommit(seal.last, seal.end, seal.next_seq)
         self._commits += seal.last - seal.first + 1
         self._rows += found
         self._seen_seals.add(seal.stem)
@@ -374,32 +376,32 @@ class _Verifier:
 
     def _check_files(self, seal: Seal, path: LogPath) -> int:
         """Its files, and that together they hold its rows: all of them, unless some are trimmed."""
-        numbers, whole = Numbers(), True
+        numbers, whole = SeqDigest(), True
         for file in seal.files:
             try:
                 found = self._check_file(file)
             except FileNotFoundError:
-                if self._gone_now().covers(file.table, file.last_seq):
+                if self._gone_now().is_trimmed(file.table, file.last_seq):
                     continue
                 raise
             except _UNREADABLE as error:
                 self._note_error(self._path / file.file, error)
                 whole = False
                 continue
-            if file.table != SCHEMA_NUMBER:
+            if file.table != SCHEMA_STREAM_NUMBER:
                 numbers += found
         lost = max((gone.last_seq for gone in self._gone_now().tables.values()), default=0)
         if lost >= seal.first_seq:
             if numbers.count > seal.rows:
-                self._note_error(path, damaged(path, "its files hold more rows than its commits did"))
-        elif whole and numbers != Numbers.dense(seal.first_seq, seal.next_seq):
-            self._note_error(path, damaged(path, "its files do not hold the rows of its commits, each once"))
+                self._note_error(path, sealed_file_error(path, "its files hold more rows than its commits did"))
+        elif whole and numbers != SeqDigest.of_range(seal.first_seq, seal.next_seq):
+            self._note_error(path, sealed_file_error(path, "its files do not hold the rows of its commits, each once"))
         return numbers.count
 
-    def _check_file(self, file: ColdFile) -> Numbers:
+    def _check_file(self, file: SealedFile) -> SeqDigest:
         """A sealed file; those that several seals name are looked at once."""
         if (file.file, file.crc) not in self._read_files:
-            found = check_cold_file(self._path, file, self._log.schemas.get)
+            found = check_sealed_file(self._path, file, self._log.schemas.get)
             self._read_files[file.file, file.crc] = found
             self._count(file.size)
         return self._read_files[file.file, file.crc]
@@ -438,13 +440,13 @@ class _Verifier:
 
     def _wrong_links(self) -> list[tuple[LogPath, str]]:
         log, folder = ChangeLog(self._path, self._log.log_id, self._log.source), self._path / "cold"
-        log.cold.refresh()
-        tables = {file.table for seal in log.cold.seals for file in seal.files}
+        log.seal_index.refresh()
+        tables = {file.table for seal in log.seal_index.seals for file in seal.files}
         found = []
         for table in sorted(tables):
             wanted = {path.name for path in log.files(table)}
             view = folder / str(table)
-            shown = set(files.names(view)) if view.is_dir() else set()
+            shown = set(files.list_names(view)) if view.is_dir() else set()
             found += [(view / name, "a link of the glob leads to what is no longer there") for name in shown - wanted]
             found += [(view / name, "a link of the glob is missing") for name in wanted - shown]
         return sorted(found)

@@ -12,21 +12,21 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from tailrace.changelog.format.schemas import Version
-from tailrace.changelog.format.seal import ColdFile, Seal, check_file, commits_path, damaged
+from tailrace.changelog.format.schemas import LogSchemaVersion
+from tailrace.changelog.format.seal import Seal, SealedFile, check_file, commits_path, sealed_file_error
 from tailrace.model import change
-from tailrace.model.system_streams import SCHEMA_NUMBER
+from tailrace.model.system_streams import SCHEMA_STREAM_NUMBER
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 
 LIST_ROWS = 65_536
 _WRAP = (1 << 64) - 1
 
-Seqs = npt.NDArray[np.int64]
+SeqArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Numbers:
+class SeqDigest:
     """Which `_seq` were seen, in so little room that any number fits: how many, their sum, the sum of their squares.
 
     Wrong numbers that give all three right do not come about by accident.
@@ -36,18 +36,18 @@ class Numbers:
     total: int = 0
     squares: int = 0
 
-    def __add__(self, other: Numbers) -> Numbers:
-        return Numbers(
+    def __add__(self, other: SeqDigest) -> SeqDigest:
+        return SeqDigest(
             self.count + other.count, (self.total + other.total) & _WRAP, (self.squares + other.squares) & _WRAP
         )
 
     @classmethod
-    def of(cls, seqs: Seqs) -> Numbers:
+    def of(cls, seqs: SeqArray) -> SeqDigest:
         wide = seqs.astype(np.uint64)
         return cls(len(seqs), int(wide.sum()), int((wide * wide).sum()))
 
     @classmethod
-    def dense(cls, first: int, end: int) -> Numbers:
+    def of_range(cls, first: int, end: int) -> SeqDigest:
         """Every number from `first` up to, and without, `end`."""
 
         def squares(n: int) -> int:
@@ -57,21 +57,21 @@ class Numbers:
         return cls(end - first, total & _WRAP, (squares(end) - squares(first)) & _WRAP)
 
 
-def is_run(seqs: Seqs, rows: int, first: int, last: int, table: int) -> bool:
+def is_run(seqs: SeqArray, rows: int, first: int, last: int, table: int) -> bool:
     """Whether these are so many numbers in order, from the first to the last."""
     if len(seqs) != rows or not rows or (int(seqs[0]), int(seqs[-1])) != (first, last):
         return False
     # Records of the `schema` stream bear the numbers of the rows they speak of; several may speak of one.
-    return bool((np.diff(seqs) >= (0 if table == SCHEMA_NUMBER else 1)).all())
+    return bool((np.diff(seqs) >= (0 if table == SCHEMA_STREAM_NUMBER else 1)).all())
 
 
-def check_list(log: LogPath, seal: Seal) -> None:
+def check_commit_list(log: LogPath, seal: Seal) -> None:
     """A seal's list of commits: whole, in order, and adding up to what the seal says."""
     path = commits_path(log, seal.stem)
     check_file(path, seal.commits_size, seal.commits_crc)
     commit, end, next_seq, rows = seal.first - 1, seal.start.value, seal.first_seq, 0
     in_order = True
-    with pq.ParquetFile(files.source(path)) as parquet:
+    with pq.ParquetFile(files.arrow_source(path)) as parquet:
         for batch in parquet.iter_batches(batch_size=LIST_ROWS, use_threads=False):
             commits, ends, next_seqs, counts = (
                 batch.column(name).to_numpy() for name in ("commit", "end", "next_seq", "rows")
@@ -84,34 +84,34 @@ def check_list(log: LogPath, seal: Seal) -> None:
             commit, end, next_seq = int(commits[-1]), int(ends[-1]), int(next_seqs[-1])
             rows += int(counts.sum())
     if not in_order or (commit, end, next_seq) != (seal.last, seal.end.value, seal.next_seq):
-        raise damaged(path, "its commits are not those of the seal")
+        raise sealed_file_error(path, "its commits are not those of the seal")
     if rows != seal.rows or seal.next_seq - seal.first_seq != rows:
-        raise damaged(path, "its rows do not add up to those of the seal")
+        raise sealed_file_error(path, "its rows do not add up to those of the seal")
 
 
-def check_cold_file(log: LogPath, file: ColdFile, shape: Callable[[int, int], Version]) -> Numbers:
+def check_sealed_file(log: LogPath, file: SealedFile, shape: Callable[[int, int], LogSchemaVersion]) -> SeqDigest:
     """A sealed file against what its seal says of it; the numbers of its rows."""
     path = log / file.file
     check_file(path, file.size, file.crc)
     version = shape(file.table, file.schema)
-    numbers, seq, commit = Numbers(), file.first_seq - 1, file.first
-    with pq.ParquetFile(files.source(path), memory_map=True) as parquet:
-        needed = {name for name in version.arrow.names if name not in change.OPTIONAL} | {change.COMMIT}
+    numbers, seq, commit = SeqDigest(), file.first_seq - 1, file.first
+    with pq.ParquetFile(files.arrow_source(path), memory_map=True) as parquet:
+        needed = {name for name in version.arrow_schema.names if name not in change.OPTIONAL} | {change.COMMIT}
         if needed - set(parquet.schema_arrow.names) or parquet.num_row_groups != len(file.groups):
-            raise damaged(path, "it does not have the columns or the row groups it should")
+            raise sealed_file_error(path, "it does not have the columns or the row groups it should")
         for place, group in enumerate(file.groups):
             rows = parquet.read_row_group(place, columns=[change.SEQ, change.COMMIT], use_threads=False)
             seqs, commits = (rows.column(name).to_numpy() for name in (change.SEQ, change.COMMIT))
             fits = is_run(seqs, group.rows, int(seqs[0]) if len(seqs) else 0, group.last_seq, file.table)
             if (
                 not fits
-                or seqs[0] < (seq if file.table == SCHEMA_NUMBER else seq + 1)
+                or seqs[0] < (seq if file.table == SCHEMA_STREAM_NUMBER else seq + 1)
                 or (commits[0], commits[-1]) != (group.first, group.last)
                 or commits[0] < commit
                 or (np.diff(commits) < 0).any()
             ):
-                raise damaged(path, "its rows are not the ones the seal names")
-            numbers, seq, commit = numbers + Numbers.of(seqs), int(seqs[-1]), int(commits[-1])
+                raise sealed_file_error(path, "its rows are not the ones the seal names")
+            numbers, seq, commit = numbers + SeqDigest.of(seqs), int(seqs[-1]), int(commits[-1])
     if (numbers.count, seq, commit) != (file.rows, file.last_seq, file.last):
-        raise damaged(path, "its rows are not the ones the seal names")
+        raise sealed_file_error(path, "its rows are not the ones the seal names")
     return numbers

@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from tailrace.changelog.format.commit_file import Header
-from tailrace.changelog.format.seal import ColdFile, Seal, commits_table
+from tailrace.changelog.format.commit_file import CommitHeader
+from tailrace.changelog.format.seal import Seal, SealedFile, commits_table
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogError, LogTrimmed
 from tailrace.model import change
 from tailrace.model.position import ZERO, Lsn
 from tailrace.storage import files
 
-Numbers = npt.NDArray[np.int64]
+Int64Array = npt.NDArray[np.int64]
 _T = TypeVar("_T")
 
 _TRIES_MAX = 5
@@ -30,7 +30,7 @@ _TRIES_MAX = 5
 
 
 @dataclass(frozen=True)
-class Weight:
+class CommitSize:
     """What a commit brings of some tables."""
 
     commit: int
@@ -40,67 +40,67 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Block:
+class CommitBlock:
     """Commits that were looked up at once, oldest first; of a run without rows only the last may be there."""
 
     first: int
     first_seq: int
-    commit: Numbers
-    next_seq: Numbers
-    written_at: Numbers
-    committed_at: Numbers
+    commit: Int64Array
+    next_seq: Int64Array
+    written_at: Int64Array
+    committed_at: Int64Array
     """Of a commit's newest transaction, µs since 1970; -1 if it has none."""
 
     @property
     def last(self) -> int:
         return int(self.commit[-1])
 
-    def holds(self, first_seq: int, last_seq: int) -> bool:
+    def covers_rows(self, first_seq: int, last_seq: int) -> bool:
         return self.first_seq <= first_seq and last_seq < self.next_seq[-1]
 
 
 @dataclass(frozen=True)
-class Begin:
+class LogStart:
     """Where and when a log begins that has this commit as its oldest."""
 
-    after: Lsn
+    position: Lsn
     """All that ended after it is there; 0/0 if that is not known."""
     written_at: int
     """What was committed later, by the source's clock, is there; µs since 1970."""
 
 
-class Commits:
+class CommitLookup:
     """The commits of a log, from one on."""
 
     def __init__(self, log: ChangeLog, first: int) -> None:
         self._log = log
-        self._block: Block | None = None
+        self._block: CommitBlock | None = None
         self._next = first
 
-    def places_of(self, seqs: Numbers) -> tuple[Block, Numbers]:
+    def locate(self, seqs: Int64Array) -> tuple[CommitBlock, Int64Array]:
         """Where the commits of these rows stand in a block; rows of one batch lie together."""
         first, last = int(seqs[0]), int(seqs[-1])
         block = self._block
-        while block is None or not block.holds(first, last):
+        while block is None or not block.covers_rows(first, last):
             block = self._block = block_of(self._log, self._next if block is None else block.last + 1)
             self._next = block.last + 1
         return block, np.searchsorted(block.next_seq, seqs, side="right")
 
-    def of(self, seqs: Numbers) -> Numbers:
+    def commits_of(self, seqs: Int64Array) -> Int64Array:
         """The commits of these rows."""
-        block, places = self.places_of(seqs)
-        found: Numbers = block.commit[places]
+        block, places = self.locate(seqs)
+        found: Int64Array = block.commit[places]
         return found
 
 
-class Scale:
+class CommitSizer:
     """Weighs commits of a log for one reader, who asks for much the same again and again."""
 
     def __init__(self, log: ChangeLog) -> None:
         self._log = log
-        self._known: tuple[tuple[str, frozenset[int]], list[Weight]] = (("", frozenset()), [])
+        self._known: tuple[tuple[str, frozenset[int]], list[CommitSize]] = (("", frozenset()), [])
 
-    def weigh(self, tables: frozenset[int], first: int, last: int) -> Iterator[Weight]:
+    def measure(self, tables: frozenset[int], first: int, last: int) -> Iterator[CommitSize]:
         """What each commit brings of these tables, in order; commits without any of their rows are left out."""
         commit = max(first, self._log.trimmed().commit + 1)
         while commit <= last:
@@ -113,14 +113,14 @@ class Scale:
             yield from (weight for weight in found if commit <= weight.commit <= last)
             commit = end + 1
 
-    def _weigh_seal(self, seal: Seal, tables: frozenset[int]) -> list[Weight]:
+    def _weigh_seal(self, seal: Seal, tables: frozenset[int]) -> list[CommitSize]:
         which = seal.stem, tables
         if self._known[0] != which:
             self._known = which, _weigh_seal(self._log, seal, tables)
         return self._known[1]
 
 
-def blocks(log: ChangeLog, first: int, last: int) -> Iterator[Block]:
+def commit_blocks(log: ChangeLog, first: int, last: int) -> Iterator[CommitBlock]:
     """The blocks of commits from one to another."""
     commit = first
     while commit <= last:
@@ -129,24 +129,24 @@ def blocks(log: ChangeLog, first: int, last: int) -> Iterator[Block]:
         commit = block.last + 1
 
 
-def block_of(log: ChangeLog, commit: int) -> Block:
+def block_of(log: ChangeLog, commit: int) -> CommitBlock:
     """The block that has a commit: the list of the seal that covers it, or the commit alone."""
     return _looked_up(log, commit, _of_header, lambda seal: _of_seal(log, seal))
 
 
-def begin_at(log: ChangeLog, commit: int) -> Begin:
+def log_start_at(log: ChangeLog, commit: int) -> LogStart:
     """What is known of the place before a commit, the oldest that is kept."""
     return _looked_up(log, commit, _begin_of_header, lambda seal: _begin_of_seal(log, seal))
 
 
-def _begin_of_header(header: Header) -> Begin:
-    return Begin(_told_after(header.start, header.end, header.rows), header.written_at)
+def _begin_of_header(header: CommitHeader) -> LogStart:
+    return LogStart(_told_after(header.start, header.end, header.rows), header.written_at)
 
 
-def _begin_of_seal(log: ChangeLog, seal: Seal) -> Begin:
-    first = log.cold.commits(seal)
+def _begin_of_seal(log: ChangeLog, seal: Seal) -> LogStart:
+    first = log.seal_index.commit_list(seal)
     rows = int(first.next_seq[0]) - seal.first_seq
-    return Begin(_told_after(seal.start, Lsn(int(first.end[0])), rows), seal.written_from)
+    return LogStart(_told_after(seal.start, Lsn(int(first.end[0])), rows), seal.written_from)
 
 
 def _told_after(start: Lsn, end: Lsn, rows: int) -> Lsn:
@@ -154,18 +154,20 @@ def _told_after(start: Lsn, end: Lsn, rows: int) -> Lsn:
     return end if start == ZERO and not rows else start
 
 
-def _looked_up(log: ChangeLog, commit: int, of_header: Callable[[Header], _T], of_seal: Callable[[Seal], _T]) -> _T:
+def _looked_up(
+    log: ChangeLog, commit: int, of_header: Callable[[CommitHeader], _T], of_seal: Callable[[Seal], _T]
+) -> _T:
     """What a commit's file says, or what the seal that covers it says. It may be sealed and joined meanwhile."""
     for _ in range(_TRIES_MAX):
-        log.cold.refresh()
-        seal = log.cold.covering(commit)
+        log.seal_index.refresh()
+        seal = log.seal_index.covering(commit)
         try:
             return of_header(log.header(commit)) if seal is None else of_seal(seal)
         except FileNotFoundError:
             continue
         except LogError:
-            log.cold.refresh()
-            if seal is not None or log.cold.covering(commit) is None:
+            log.seal_index.refresh()
+            if seal is not None or log.seal_index.covering(commit) is None:
                 raise
     raise LogTrimmed(
         "the log is being trimmed where it is read",
@@ -175,44 +177,44 @@ def _looked_up(log: ChangeLog, commit: int, of_header: Callable[[Header], _T], o
     )
 
 
-def _of_seal(log: ChangeLog, seal: Seal) -> Block:
+def _of_seal(log: ChangeLog, seal: Seal) -> CommitBlock:
     table = commits_table(log.path, seal)
     times = table.column("committed_at").fill_null(-1)
     commit, next_seq, written_at = (table.column(name).to_numpy() for name in ("commit", "next_seq", "written_at"))
-    return Block(seal.first, seal.first_seq, commit, next_seq, written_at, times.to_numpy())
+    return CommitBlock(seal.first, seal.first_seq, commit, next_seq, written_at, times.to_numpy())
 
 
-def _of_header(header: Header) -> Block:
+def _of_header(header: CommitHeader) -> CommitBlock:
     committed_at = -1 if header.committed_at is None else header.committed_at
     values = header.commit, header.next_seq, header.written_at, committed_at
-    return Block(header.commit, header.next_seq - header.rows, *(np.array([value], np.int64) for value in values))
+    return CommitBlock(header.commit, header.next_seq - header.rows, *(np.array([value], np.int64) for value in values))
 
 
-def _weigh_hot(header: Header, tables: frozenset[int]) -> list[Weight]:
+def _weigh_hot(header: CommitHeader, tables: frozenset[int]) -> list[CommitSize]:
     bodies = [body for body in header.bodies if body.table in tables]
     size = float(sum(body.size for body in bodies))
-    return [Weight(header.commit, sum(body.rows for body in bodies), size)] if bodies else []
+    return [CommitSize(header.commit, sum(body.rows for body in bodies), size)] if bodies else []
 
 
-def _weigh_seal(log: ChangeLog, seal: Seal, tables: frozenset[int]) -> list[Weight]:
+def _weigh_seal(log: ChangeLog, seal: Seal, tables: frozenset[int]) -> list[CommitSize]:
     gone = log.trimmed()
     rows: dict[int, int] = {}
     size: dict[int, float] = {}
     for file in seal.files:
-        if file.table not in tables or gone.covers(file.table, file.last_seq):
+        if file.table not in tables or gone.is_trimmed(file.table, file.last_seq):
             continue
         commits, counts = np.unique(_commits_in(log, file), return_counts=True)
         for commit, some in zip(commits.tolist(), counts.tolist(), strict=True):
             rows[commit] = rows.get(commit, 0) + some
             size[commit] = size.get(commit, 0.0) + file.size * some / file.rows
-    return [Weight(commit, rows[commit], size[commit]) for commit in sorted(rows)]
+    return [CommitSize(commit, rows[commit], size[commit]) for commit in sorted(rows)]
 
 
-def _commits_in(log: ChangeLog, file: ColdFile) -> Numbers:
+def _commits_in(log: ChangeLog, file: SealedFile) -> Int64Array:
     path = log.path / file.file
     with (
-        files.explained_but_missing(path),
-        pq.ParquetFile(files.source(path), memory_map=True, page_checksum_verification=True) as parquet,
+        files.explain_errors_but_missing(path),
+        pq.ParquetFile(files.arrow_source(path), memory_map=True, page_checksum_verification=True) as parquet,
     ):
-        found: Numbers = parquet.read([change.COMMIT], use_threads=False).column(0).to_numpy()
+        found: Int64Array = parquet.read([change.COMMIT], use_threads=False).column(0).to_numpy()
     return found

@@ -21,7 +21,7 @@ _REMOTE_SECONDS, _REMOTE_LIVELY_SECONDS, _REMOTE_IDLE_SECONDS = 0.1, 2.0, 1.0
 """The same where every look is a request: how often while the last one is how recent, and after that."""
 
 
-def rest(log: LogPath, commit: int, quiet_seconds: float) -> None:
+def wait_for_commit(log: LogPath, commit: int, quiet_seconds: float) -> None:
     """Wait a while for a commit: while it may come any moment by looking for its file, which costs little on a disk."""
     if files.is_remote(log):
         time.sleep(_REMOTE_SECONDS if quiet_seconds < _REMOTE_LIVELY_SECONDS else _REMOTE_IDLE_SECONDS)

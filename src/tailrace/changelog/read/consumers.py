@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from types import UnionType
 from typing import Any
 
-from tailrace.changelog.read.table_selector import Wanted
+from tailrace.changelog.read.table_selector import TableSelector
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
 from tailrace.storage import files, records
@@ -25,7 +25,7 @@ EXPIRE_SECONDS = 7 * 86_400.0
 SAVE_SECONDS = 1.0
 """A reader's place is written down at most this often, and when it stops."""
 FORMAT = 1
-TABLES = "@tables.json"
+TABLES_FILE = "@tables.json"
 _PLACE: dict[str, UnionType | type] = {
     "name": str, "table": str | None, "tables": list | None, "commit": int, "seq": int, "seen_at": float | int,
     "expires_seconds": float | int | None,
@@ -36,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hold:
+class RetentionHold:
     """What one reader or one lake table has covered; the log keeps the rest of its tables for it."""
 
     name: str
@@ -50,7 +50,7 @@ class Hold:
     expires_seconds: float | None
     """After this long without a sign it holds nothing; None: it never does so."""
 
-    def expired(self, now: float) -> bool:
+    def is_expired(self, now: float) -> bool:
         return self.expires_seconds is not None and now - self.seen_at > self.expires_seconds
 
     def needs(self, table: int, last_seq: int, last_commit: int) -> bool:
@@ -77,7 +77,12 @@ class Consumer:
     """One named reader's place in the log."""
 
     def __init__(
-        self, path: LogPath, name: str, wanted: Wanted | None, start: tuple[int, int], expires_seconds: float | None
+        self,
+        path: LogPath,
+        name: str,
+        wanted: TableSelector | None,
+        start: tuple[int, int],
+        expires_seconds: float | None,
     ) -> None:
         self._path = path
         self._saved_at = 0.0
@@ -92,7 +97,7 @@ class Consumer:
         log: LogPath,
         name: str,
         *,
-        wanted: Wanted | None,
+        wanted: TableSelector | None,
         start: tuple[int, int],
         expires_seconds: float | None = EXPIRE_SECONDS,
     ) -> Consumer:
@@ -113,13 +118,13 @@ class Consumer:
         made.save()
         return made
 
-    def reached(self, commit: int, seq: int) -> None:
+    def advance_to(self, commit: int, seq: int) -> None:
         """Everything up to here is read; written down if that was not done just now."""
         self.commit, self.seq = commit, seq
         if time.monotonic() - self._saved_at >= SAVE_SECONDS:
             self.save()
 
-    def go_to(self, commit: int, seq: int) -> None:
+    def jump_to(self, commit: int, seq: int) -> None:
         """Go on from here, wherever the reader was before."""
         self.commit, self.seq = commit, seq
         self.save()
@@ -135,23 +140,23 @@ class Consumer:
             "seen_at": time.time(),
             "expires_seconds": self._expires,
         }
-        with files.explained(self._path):
+        with files.explain_errors(self._path):
             self._path.parent.mkdir(exist_ok=True)
             files.replace(self._path, records.encode({"format": FORMAT, **stored}))
         self._saved_at = time.monotonic()
 
 
-class Reached:
+class ReadProgress:
     """How far a reader is, and where that is written down if it gave a name."""
 
     def __init__(self, start: tuple[int, int], consumer: Consumer | None) -> None:
         self.commit, self.seq = start
         self._consumer = consumer
 
-    def up_to(self, commit: int, seq: int) -> None:
+    def advance_to(self, commit: int, seq: int) -> None:
         self.commit, self.seq = max(self.commit, commit), seq
         if self._consumer is not None:
-            self._consumer.reached(self.commit, self.seq)
+            self._consumer.advance_to(self.commit, self.seq)
 
     def save(self) -> None:
         if self._consumer is not None:
@@ -159,7 +164,7 @@ class Reached:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableHint:
+class TableProgress:
     """What the applying process says of one lake table."""
 
     table: TableId
@@ -168,7 +173,7 @@ class TableHint:
     seq: int
 
 
-def leave_hints(log: LogPath, hints: Sequence[TableHint]) -> None:
+def write_table_progress(log: LogPath, hints: Sequence[TableProgress]) -> None:
     """Say what the lake tables have covered; replaces what was said before."""
     stored = [
         {
@@ -180,13 +185,13 @@ def leave_hints(log: LogPath, hints: Sequence[TableHint]) -> None:
         }
         for hint in hints
     ]
-    path = log / "consumers" / TABLES
-    with files.explained(path):
+    path = log / "consumers" / TABLES_FILE
+    with files.explain_errors(path):
         path.parent.mkdir(exist_ok=True)
         files.replace(path, records.encode({"format": FORMAT, "at": time.time(), "tables": stored}))
 
 
-def holds(log: LogPath, named: Callable[[str], Iterable[int]] = lambda name: ()) -> list[Hold]:
+def read_holds(log: LogPath, named: Callable[[str], Iterable[int]] = lambda name: ()) -> list[RetentionHold]:
     """Everyone who needs something of the log, expired ones too.
 
     `named` gives the numbers that tables of a name have by now: rows may have come since, of a table that had none
@@ -198,14 +203,14 @@ def holds(log: LogPath, named: Callable[[str], Iterable[int]] = lambda name: ())
 
     folder = log / "consumers"
     found = []
-    with files.explained(folder):
-        paths = files.matching(folder, "*.json")
+    with files.explain_errors(folder):
+        paths = files.matching_files(folder, "*.json")
     for path in paths:
         stored = _read(path)
-        if stored is None or path.name == TABLES:
+        if stored is None or path.name == TABLES_FILE:
             continue
         found.append(
-            Hold(
+            RetentionHold(
                 name=stored["name"],
                 kind="consumer",
                 seen_at=stored["seen_at"],
@@ -215,11 +220,11 @@ def holds(log: LogPath, named: Callable[[str], Iterable[int]] = lambda name: ())
                 expires_seconds=stored["expires_seconds"],
             )
         )
-    said = _read(folder / TABLES) or {"tables": [], "at": 0.0}
+    said = _read(folder / TABLES_FILE) or {"tables": [], "at": 0.0}
     for table in said["tables"]:
         name = str(TableId.from_json(table))
         found.append(
-            Hold(
+            RetentionHold(
                 name=name,
                 kind="table",
                 tables=numbers(table["numbers"], name),
@@ -232,36 +237,36 @@ def holds(log: LogPath, named: Callable[[str], Iterable[int]] = lambda name: ())
     return found
 
 
-def hints(log: LogPath) -> list[TableHint]:
+def read_table_progress(log: LogPath) -> list[TableProgress]:
     """What the applying process last said; nothing if it cannot be read."""
-    said = _read(log / "consumers" / TABLES) or {"tables": []}
+    said = _read(log / "consumers" / TABLES_FILE) or {"tables": []}
     return [
-        TableHint(
+        TableProgress(
             table=TableId.from_json(table), numbers=tuple(table["numbers"]), commit=table["commit"], seq=table["seq"]
         )
         for table in said["tables"]
     ]
 
 
-def unreadable(log: LogPath) -> list[LogPath]:
+def unreadable_files(log: LogPath) -> list[LogPath]:
     """The files of readers and tables that are not what was written: the log keeps nothing for them."""
     folder = log / "consumers"
-    with files.explained(folder):
-        found = [path for path in files.matching(folder, "*.json") if _read(path) is None]
+    with files.explain_errors(folder):
+        found = [path for path in files.matching_files(folder, "*.json") if _read(path) is None]
     return [path for path in found if path.exists()]  # one that was forgotten meanwhile is not unreadable
 
 
-def forget(log: LogPath, name: str) -> None:
+def forget_consumer(log: LogPath, name: str) -> None:
     """Let go of what a named reader holds."""
     path = consumer_path(log, name)
     if not path.exists():
-        known = [hold.name for hold in holds(log) if hold.kind == "consumer"]
+        known = [hold.name for hold in read_holds(log) if hold.kind == "consumer"]
         raise ConfigError(
             "there is no such consumer",
             name=name,
             hint=f"There are: {', '.join(known)}." if known else "This log has no named consumers.",
         )
-    with files.explained(path):
+    with files.explain_errors(path):
         path.unlink()
 
 
@@ -272,11 +277,11 @@ def _read(path: LogPath) -> dict[str, Any] | None:
         stored = json.loads(text)
         if "crc" in stored:  # the first logs had none
             stored = records.decode(text, FORMAT)
-    except files.STORE_TROUBLE as error:  # not a place that is lost: it would hold nothing
-        raise files.told(error, path) from error
+    except files.STORE_ERRORS as error:  # not a place that is lost: it would hold nothing
+        raise files.explained_error(error, path) from error
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if path.name != TABLES:
+    if path.name != TABLES_FILE:
         return stored if _fits(stored, _PLACE) and _are_numbers(stored["tables"] or []) else None
     whole = _fits(stored, _SAID) and all(
         _fits(table, _HINT) and _are_numbers(table["numbers"]) for table in stored["tables"]

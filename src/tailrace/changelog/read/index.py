@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tailrace.changelog.format.commit_file import Header
+from tailrace.changelog.format.commit_file import CommitHeader
 from tailrace.changelog.format.seal import Seal
-from tailrace.changelog.format.trimmed import NOTHING, Trimmed, TrimmedTable
+from tailrace.changelog.format.trimmed import NOTHING_TRIMMED, TrimmedTable, TrimRecord
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogError
 from tailrace.model.position import ZERO, Lsn
@@ -32,11 +32,11 @@ class Slice:
     last_seq: int
     committed_at: int
     """Of the newest transaction in a commit, of the last one in a row group; µs since 1970."""
-    special: bool = False
+    has_special_rows: bool = False
     """Whether a TRUNCATE, or a value that its type cannot hold, may be among them."""
 
 
-class _Hot(NamedTuple):
+class _UnsealedCommit(NamedTuple):
     """A commit that is not sealed."""
 
     commit: int
@@ -56,12 +56,12 @@ class LogIndex:
     def __init__(self, log: ChangeLog) -> None:
         self._log = log
         self._slices: dict[int, list[Slice]] = {}
-        self._hot: list[_Hot] = []
+        self._hot: list[_UnsealedCommit] = []
         self._seals: tuple[Seal, ...] = ()
-        self._gone = NOTHING
+        self._gone = NOTHING_TRIMMED
         self._shapes: set[tuple[int, int]] = set()
         self._captured: dict[int, int] = {}
-        self.commit = 0
+        self.last_commit = 0
         self.transactions = 0
         self.rows = 0
         self.bytes = 0
@@ -70,21 +70,21 @@ class LogIndex:
         """Take in the commits up to a number, or all there are; those that are sealed, in any case."""
         newest = self._log.newest() if to is None else to
         while True:
-            self._log.cold.refresh()
+            self._log.seal_index.refresh()
             gone = self._log.trimmed()
-            if self._log.cold.seals != self._seals or gone != self._gone:
-                self._rebuild(self._log.cold.seals, gone)
+            if self._log.seal_index.seals != self._seals or gone != self._gone:
+                self._rebuild(self._log.seal_index.seals, gone)
             try:
-                for header in self._log.headers(self.commit, newest):
+                for header in self._log.headers(self.last_commit, newest):
                     self._add(header)
                 return
             except LogError:
                 # Sealed, and its own file gone, since we looked; or else the error is what it says.
-                self._log.cold.refresh()
-                if max(self._log.cold.last, self._log.trimmed().commit) <= self.commit:
+                self._log.seal_index.refresh()
+                if max(self._log.seal_index.last_commit, self._log.trimmed().commit) <= self.last_commit:
                     raise
 
-    def _rebuild(self, seals: tuple[Seal, ...], gone: Trimmed) -> None:
+    def _rebuild(self, seals: tuple[Seal, ...], gone: TrimRecord) -> None:
         """Begin again from the seals: some of the commits are in them now, or gone."""
         sealed = max(seals[-1].last if seals else 0, gone.commit)
         hot = [item for item in self._hot if item.commit > sealed]
@@ -93,7 +93,7 @@ class LogIndex:
         if gone.tables:
             self._log.schemas.load()  # a table all of whose rows are gone is still known by its name
         captured = {number: table.rows for number, table in gone.tables.items()}
-        kept = [file for seal in seals for file in seal.files if not gone.covers(file.table, file.last_seq)]
+        kept = [file for seal in seals for file in seal.files if not gone.is_trimmed(file.table, file.last_seq)]
         for file in kept:
             self._know(file.table, file.schema)
             captured[file.table] = captured.get(file.table, 0) + file.rows
@@ -115,7 +115,7 @@ class LogIndex:
             captured[table] = captured.get(table, 0) + sum(item.rows for item in found)
         self.bytes = sum(file.size for file in kept) + sum(item.bytes for item in hot)
         # A seal that is gone as a whole may still be there for a moment; the record counts what it held.
-        commits: list[Seal | _Hot] = [*(seal for seal in seals if seal.last > gone.commit), *hot]
+        commits: list[Seal | _UnsealedCommit] = [*(seal for seal in seals if seal.last > gone.commit), *hot]
         self.transactions = gone.transactions + sum(item.transactions for item in commits)
         self.rows = gone.rows + sum(item.rows for item in commits)
         # Others read meanwhile: a commit is found in its new place before it goes from the old one.
@@ -123,9 +123,9 @@ class LogIndex:
         self._seals = seals
         self._hot = hot
         self._slices, self._captured = slices, captured
-        self.commit = hot[-1].commit if hot else sealed
+        self.last_commit = hot[-1].commit if hot else sealed
 
-    def _add(self, header: Header) -> None:
+    def _add(self, header: CommitHeader) -> None:
         for body in header.bodies:
             self._know(body.table, body.schema)  # all of them first: a store may not answer, and then it is asked again
         for body in header.bodies:
@@ -146,14 +146,14 @@ class LogIndex:
         self.transactions += header.transactions
         self.rows += header.rows
         self.bytes += size
-        newest = _newest(self.committed_upto(self.commit), header.committed_at)
+        newest = _newest(self.committed_until(self.last_commit), header.committed_at)
         # Readers find a commit here, so what else is known of it must be there first.
         self._hot.append(
-            _Hot(
+            _UnsealedCommit(
                 header.commit, header.start, header.end, header.next_seq, header.transactions, header.rows, size, newest
             )
         )
-        self.commit = header.commit
+        self.last_commit = header.commit
 
     def _know(self, table: int, schema: int) -> None:
         if (table, schema) not in self._shapes:
@@ -161,15 +161,15 @@ class LogIndex:
             self._shapes.add((table, schema))
 
     @property
-    def first(self) -> int:
+    def first_commit(self) -> int:
         """The oldest commit that is kept, wholly or in part."""
         return self._gone.commit + 1
 
     @property
     def position(self) -> Lsn:
-        return self.end_of(self.commit)
+        return self.end_of(self.last_commit)
 
-    def _unsealed(self, commit: int) -> _Hot | None:
+    def _unsealed(self, commit: int) -> _UnsealedCommit | None:
         hot = self._hot
         place = commit - hot[0].commit if hot else -1
         return hot[place] if 0 <= place < len(hot) else None
@@ -182,8 +182,8 @@ class LogIndex:
             if commit == seal.last:
                 return seal.end
             if seal.first <= commit < seal.last:
-                commits = self._log.cold.commits_near(seal)
-                return Lsn(int(commits.end[commits.place(commit)]))
+                commits = self._log.seal_index.commit_list_near(seal)
+                return Lsn(int(commits.end[commits.index_of(commit)]))
         return self._gone.position if commit else ZERO
 
     def start_of(self, commit: int) -> Lsn:
@@ -199,11 +199,11 @@ class LogIndex:
             if commit == seal.last:
                 return seal.next_seq
             if seal.first <= commit < seal.last:
-                commits = self._log.cold.commits_near(seal)
-                return int(commits.next_seq[commits.place(commit)])
+                commits = self._log.seal_index.commit_list_near(seal)
+                return int(commits.next_seq[commits.index_of(commit)])
         return self._gone.next_seq if commit else 1
 
-    def committed_upto(self, commit: int) -> int | None:
+    def committed_until(self, commit: int) -> int | None:
         """When the newest of all transactions up to a commit was committed, by the source's clock, as far as they are
         kept; None if none is."""
         if found := self._unsealed(commit):
@@ -211,8 +211,8 @@ class LogIndex:
         known = [seal.committed_at for seal in self._seals if seal.last <= commit]
         for seal in reversed(self._seals):
             if seal.first <= commit < seal.last:
-                commits = self._log.cold.commits_near(seal)
-                known += map(int, commits.committed_at[: commits.place(commit) + 1])
+                commits = self._log.seal_index.commit_list_near(seal)
+                known += map(int, commits.committed_at[: commits.index_of(commit) + 1])
         return _newest(*known)
 
     def commit_at(self, position: Lsn) -> int:
@@ -224,12 +224,12 @@ class LogIndex:
             if seal.end <= position:
                 return seal.last
             if seal.start < position:
-                commits = self._log.cold.commits_near(seal)
+                commits = self._log.seal_index.commit_list_near(seal)
                 place = int(commits.end.searchsorted(position.value, side="right"))
                 return int(commits.commit[place - 1]) if place else seal.first - 1
         return self._gone.commit if self._gone.position <= position else 0
 
-    def bounded(self, after: int, rows_max: int) -> int:
+    def furthest_commit(self, after: int, rows_max: int) -> int:
         """The furthest commit that brings at most so many rows; a step at least, if there is one.
 
         What is trimmed brings none: whoever lacks rows of it learns so when reading them.
@@ -252,17 +252,17 @@ class LogIndex:
         first = bisect.bisect_right(slices, seq, key=lambda item: item.last_seq)
         return slices[first : bisect.bisect_right(slices, to, key=lambda item: item.first)]
 
-    def lacks(self, table: int, seq: int) -> TrimmedTable | None:
+    def trimmed_after(self, table: int, seq: int) -> TrimmedTable | None:
         """What the log no longer holds of the table's rows after `seq`; None if it holds them all."""
-        return self._gone.lacks(table, seq)
+        return self._gone.trimmed_after(table, seq)
 
-    def lacks_after(self, tables: Iterable[int], seq: int, position: Lsn) -> TrimmedTable | None:
+    def trimmed_after_position(self, tables: Iterable[int], seq: int, position: Lsn) -> TrimmedTable | None:
         """The same of some tables' rows that ended after the position, too: a load's point may lie past rows that its
         `_seq` does not cover."""
-        found = (gone for table in tables if (gone := self.lacks(table, seq)) is not None)
+        found = (gone for table in tables if (gone := self.trimmed_after(table, seq)) is not None)
         return next((gone for gone in found if gone.commit > self.commit_at(position)), None)
 
-    def captured(self, table: int) -> int:
+    def rows_captured(self, table: int) -> int:
         """Rows of the table that the log has or had."""
         return self._captured.get(table, 0)
 

@@ -18,7 +18,7 @@ from tailrace.state.schema_history import MemorySchemaHistory
 _WHERE = ["table", "version", change.POSITION, change.COMMITTED_AT]
 
 
-def announced(log: ChangeLog) -> dict[tuple[int, int], dict[str, Any]]:
+def first_rows_of_versions(log: ChangeLog) -> dict[tuple[int, int], dict[str, Any]]:
     """By table and version: where and when its first row came, as long as the log keeps that record."""
     return {
         (row["table"], row["version"]): row
@@ -29,12 +29,12 @@ def announced(log: ChangeLog) -> dict[tuple[int, int], dict[str, Any]]:
 
 def schema_history(log: ChangeLog) -> MemorySchemaHistory:
     """Every version of every table of the source that the log knows now."""
-    told = announced(log)
+    told = first_rows_of_versions(log)
     log.schemas.load()
     history = MemorySchemaHistory(retention=None)
-    for version in log.schemas.after(0):
+    for version in log.schemas.versions_after(0):
         row = told.get((version.table, version.version), {})
-        history.retell(
+        history.import_version(
             version.schema,
             time=row.get(change.COMMITTED_AT),
             position=Lsn.parse(row[change.POSITION]) if row else None,

@@ -29,7 +29,7 @@ from tailrace.model.schema import Column, TableSchema
 DECIMAL_DIGITS_MAX = 38
 
 
-def merged_shape(versions: Sequence[TableSchema]) -> TableSchema:
+def merged_schema(versions: Sequence[TableSchema]) -> TableSchema:
     """The shape of the view over these versions, given oldest first."""
     newest = versions[-1]
     names: dict[str, Column] = {}
@@ -64,20 +64,20 @@ def _common(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     return pa.string()
 
 
-def holds(wider: pa.DataType, narrower: pa.DataType) -> bool:
+def can_hold(wider: pa.DataType, narrower: pa.DataType) -> bool:
     """Whether a column of the one type can take every value of the other, by the third rule."""
     return bool(_common(wider, narrower) == wider)
 
 
-def fits(version: TableSchema, shape: TableSchema) -> bool:
+def fits_schema(version: TableSchema, shape: TableSchema) -> bool:
     """Whether rows of a version can come in a view, and nothing of them is lost. Each that it was made of can."""
     known = {column.name: column.type for column in shape.columns}
     return {*version.key} <= {*shape.key, *shape.former_key} and all(
-        column.name in known and holds(known[column.name], column.type) for column in version.columns
+        column.name in known and can_hold(known[column.name], column.type) for column in version.columns
     )
 
 
-def conform(batch: ChangeBatch, shape: TableSchema) -> ChangeBatch:
+def conform_to_schema(batch: ChangeBatch, shape: TableSchema) -> ChangeBatch:
     """The same rows in the view's shape."""
     if batch.schema == shape:
         return batch

@@ -20,31 +20,31 @@ from datetime import UTC, datetime, timedelta
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.changelog.read.commit_lookup import begin_at, blocks
+from tailrace.changelog.read.commit_lookup import commit_blocks, log_start_at
 from tailrace.changelog.read.reader import FIRST_COMMIT, SEQ_MAX, ChangeLog
 from tailrace.errors import ConfigError, LogTrimmed, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn
 
 EARLIEST, LATEST = "earliest", "latest"
-START, END = "startingPosition", "endingPosition"
+START_OPTION, END_OPTION = "startingPosition", "endingPosition"
 """What whoever asks for a place calls it."""
-Point = str | int | Lsn | datetime
+OffsetOption = str | int | Lsn | datetime
 """`earliest`, `latest`, a commit's number, a position or a time."""
-EXAMPLES = (
+OFFSET_EXAMPLES = (
     "It is `earliest`, `latest`, a commit's number (42), a position (16/B374D848) or a time (2026-11-16T12:00:00Z)."
 )
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class LogOffset:
     """After the commit, and after the row with this `_seq` where that lies in the next one."""
 
     commit: int
     seq: int = 0
 
 
-def parse_point(text: str) -> Point | None:
+def parse_offset_option(text: str) -> OffsetOption | None:
     """What is written; None if it is nothing of the kind. A time without a zone is UTC."""
     given = text.strip()
     if given.lower() in (EARLIEST, LATEST):
@@ -63,31 +63,31 @@ def parse_point(text: str) -> Point | None:
     return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
 
 
-def starting_place(log: ChangeLog, point: Point, tables: frozenset[int]) -> Place:
+def starting_offset(log: ChangeLog, point: OffsetOption, tables: frozenset[int]) -> LogOffset:
     """After this place begins what was asked for."""
     newest = log.newest()
     match point:
         case int():
             if not FIRST_COMMIT <= point <= newest + 1:
-                raise _outside(log, point, newest, START)
-            return Place(point - 1)
+                raise _outside(log, point, newest, START_OPTION)
+            return LogOffset(point - 1)
         case datetime():
             place, has_earlier = _before(log, _microseconds(point), tables)
             if not has_earlier and point < (begin := _begun_at(log)):
                 raise _too_early(log, point, begin)
-            if place == Place(newest):
-                _refuse_unread(log, point, START)
+            if place == LogOffset(newest):
+                _refuse_unread(log, point, START_OPTION)
             return place
         case Lsn():
-            _refuse_unread(log, point, START)
+            _refuse_unread(log, point, START_OPTION)
             if point < (first := _begun_after(log)):
                 raise _too_early(log, point, first)
             return _after(log, point, tables)
         case _:
-            return Place(newest) if point == LATEST else _earliest(log, tables)
+            return LogOffset(newest) if point == LATEST else _earliest(log, tables)
 
 
-def refuse_past(point: Point) -> None:
+def refuse_past_start(point: OffsetOption) -> None:
     """Refuse a start in the past of a log that is yet to be made: it will have none."""
     if point in (EARLIEST, LATEST) or (isinstance(point, int) and FIRST_COMMIT <= point <= FIRST_COMMIT + 1):
         return
@@ -99,30 +99,32 @@ def refuse_past(point: Point) -> None:
     )
 
 
-def ending_place(log: ChangeLog, point: Point, tables: frozenset[int]) -> Place:
+def ending_offset(log: ChangeLog, point: OffsetOption, tables: frozenset[int]) -> LogOffset:
     """At this place ends what was asked for."""
     newest = log.newest()
     match point:
         case int():
             if not FIRST_COMMIT <= point <= newest:
-                raise _outside(log, point, newest, END)
-            return Place(point)
+                raise _outside(log, point, newest, END_OPTION)
+            return LogOffset(point)
         case datetime():
             return _before(log, _microseconds(point) + 1, tables)[0]
         case Lsn():
-            _refuse_unread(log, point, END)
+            _refuse_unread(log, point, END_OPTION)
             return _after(log, point, tables)
         case _:
-            return Place(newest) if point == LATEST else _earliest(log, tables)
+            return LogOffset(newest) if point == LATEST else _earliest(log, tables)
 
 
-def _earliest(log: ChangeLog, tables: frozenset[int]) -> Place:
+def _earliest(log: ChangeLog, tables: frozenset[int]) -> LogOffset:
     """Before the oldest row of which, and after which, nothing of the tables is gone."""
     gone = log.trimmed()
-    return Place(gone.commit, max((table.last_seq for table in log.lost(gone, tables).values()), default=0))
+    return LogOffset(
+        gone.commit, max((table.last_seq for table in log.trimmed_tables(gone, tables).values()), default=0)
+    )
 
 
-def _after(log: ChangeLog, position: Lsn, tables: frozenset[int]) -> Place:
+def _after(log: ChangeLog, position: Lsn, tables: frozenset[int]) -> LogOffset:
     """After the last transaction that ended at the position or before."""
     commit = log.commit_at(position)
 
@@ -132,10 +134,10 @@ def _after(log: ChangeLog, position: Lsn, tables: frozenset[int]) -> Place:
         return pc.is_in(texts, pa.array(found, pa.string()))
 
     trimmed = position < log.trimmed().position
-    return Place(commit) if trimmed or commit == log.newest() else _inside(log, commit + 1, tables, later)
+    return LogOffset(commit) if trimmed or commit == log.newest() else _inside(log, commit + 1, tables, later)
 
 
-def _before(log: ChangeLog, at: int, tables: frozenset[int]) -> tuple[Place, bool]:
+def _before(log: ChangeLog, at: int, tables: frozenset[int]) -> tuple[LogOffset, bool]:
     """Before the first transaction that was committed at this time or later; at the end if there is none. And whether
     the log has one from before it, or of that very time: then nothing that came later is missing."""
 
@@ -143,17 +145,19 @@ def _before(log: ChangeLog, at: int, tables: frozenset[int]) -> tuple[Place, boo
         return pc.greater_equal(rows.column(change.COMMITTED_AT).cast(pa.int64()), at)
 
     newest, has_earlier = log.newest(), False
-    for block in blocks(log, log.trimmed().commit + 1, newest):
+    for block in commit_blocks(log, log.trimmed().commit + 1, newest):
         found = (block.committed_at >= at).nonzero()[0]
         has_earlier |= bool((block.committed_at[: found[0] if len(found) else None] >= 0).any())
         if len(found):
             commit = int(block.commit[found[0]])
             has_earlier = has_earlier or _first_time(log, commit) <= at
             return _inside(log, commit, tables, later), has_earlier
-    return Place(newest), has_earlier
+    return LogOffset(newest), has_earlier
 
 
-def _inside(log: ChangeLog, commit: int, tables: frozenset[int], later: Callable[[pa.RecordBatch], pa.Array]) -> Place:
+def _inside(
+    log: ChangeLog, commit: int, tables: frozenset[int], later: Callable[[pa.RecordBatch], pa.Array]
+) -> LogOffset:
     """Before the first row of a commit that is later; rows of a transaction lie together, and none is before it.
 
     Of the tables that are asked for: whoever lacks rows of another is not concerned.
@@ -167,9 +171,9 @@ def _inside(log: ChangeLog, commit: int, tables: frozenset[int], later: Callable
         if len(earlier):
             least, most = min(least, earlier[0].as_py()), max(most, earlier[-1].as_py())
     if first == SEQ_MAX and most:
-        return Place(commit)
+        return LogOffset(commit)
     # What was committed earlier may come later, also in another table.
-    return Place(commit - 1, min(most, first - 1) if least < first else 0)
+    return LogOffset(commit - 1, min(most, first - 1) if least < first else 0)
 
 
 def _whole(log: ChangeLog, commit: int, tables: frozenset[int] | None = None) -> frozenset[int]:
@@ -177,8 +181,8 @@ def _whole(log: ChangeLog, commit: int, tables: frozenset[int] | None = None) ->
     gone = log.trimmed()
     if tables is None:
         log.schemas.load()
-        tables = log.schemas.matching(lambda _: True)
-    return tables - {number for number, table in log.lost(gone, tables).items() if table.commit >= commit}
+        tables = log.schemas.numbers_matching(lambda _: True)
+    return tables - {number for number, table in log.trimmed_tables(gone, tables).items() if table.commit >= commit}
 
 
 def _first_time(log: ChangeLog, commit: int) -> int:
@@ -195,13 +199,13 @@ def _begun_at(log: ChangeLog) -> datetime:
     first = log.trimmed().commit + 1
     if log.newest() < first:
         return datetime.now(UTC)
-    return _time(begin_at(log, first).written_at)
+    return _time(log_start_at(log, first).written_at)
 
 
 def _begun_after(log: ChangeLog) -> Lsn:
     """The position that all transactions after it are in the log; 0/0 if that is not known."""
     gone = log.trimmed()
-    return gone.position if gone.commit else begin_at(log, FIRST_COMMIT).after
+    return gone.position if gone.commit else log_start_at(log, FIRST_COMMIT).position
 
 
 def _time(microseconds: int) -> datetime:
@@ -230,7 +234,7 @@ def _refuse_unread(log: ChangeLog, point: Lsn | datetime, option: str) -> None:
             **{name: asked},
             reaches=reaches,
             hint=f"Is the capture running? Wait until the log has it, or give `{option}` an earlier one; `latest` "
-            + ("begins with what comes next." if option == START else "ends with what there is."),
+            + ("begins with what comes next." if option == START_OPTION else "ends with what there is."),
         )
 
 

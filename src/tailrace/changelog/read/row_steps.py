@@ -6,32 +6,34 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.changelog.format.commit_file import Body
-from tailrace.changelog.format.schemas import Version
+from tailrace.changelog.format.commit_file import CommitBody
+from tailrace.changelog.format.schemas import LogSchemaVersion
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 
-_ALWAYS = [field.name for field in change.ALWAYS]
+_ALWAYS = [field.name for field in change.REQUIRED]
 _SEQ_PLACE, _POSITION_PLACE = _ALWAYS.index(change.SEQ), _ALWAYS.index(change.POSITION)
 
 
-def restore(stored: pa.RecordBatch, version: Version, body: Body, position: str | None) -> pa.RecordBatch:
+def restore_rows(
+    stored: pa.RecordBatch, version: LogSchemaVersion, body: CommitBody, position: str | None
+) -> pa.RecordBatch:
     """The rows of a body: `_seq` counted in the log instead of in the window the rows came in, and `_position` where it
     was not known when they were written. Optional columns that were left out stay so."""
     data = stored
     if body.base:
         seqs = pa.array(stored.column(_SEQ_PLACE).to_numpy() + body.base)
-        data = data.set_column(_SEQ_PLACE, version.arrow.field(_SEQ_PLACE), seqs)
+        data = data.set_column(_SEQ_PLACE, version.arrow_schema.field(_SEQ_PLACE), seqs)
     if position is not None and change.POSITION in body.without:
-        field = version.arrow.field(_POSITION_PLACE)
+        field = version.arrow_schema.field(_POSITION_PLACE)
         data = data.add_column(_POSITION_PLACE, field, pa.repeat(pa.scalar(position, field.type), data.num_rows))
     return data
 
 
-def counted(schema: TableSchema, data: pa.RecordBatch) -> ChangeBatch:
+def batch_with_counts(schema: TableSchema, data: pa.RecordBatch) -> ChangeBatch:
     """Rows as a batch, with what a batch knows of its rows counted anew."""
     names = data.schema.names
     moved = data.column(change.MOVED_FROM) if change.MOVED_FROM in names else None
@@ -46,28 +48,28 @@ def counted(schema: TableSchema, data: pa.RecordBatch) -> ChangeBatch:
     )
 
 
-def between(batch: ChangeBatch, after_seq: int, to_seq: int) -> ChangeBatch:
+def rows_between(batch: ChangeBatch, after_seq: int, to_seq: int) -> ChangeBatch:
     """The rows of a batch after a `_seq` and up to another; mostly all of them."""
     seqs = batch.data.column(change.SEQ).to_numpy()
     if seqs[0] > after_seq and seqs[-1] <= to_seq:
         return batch
     begin, end = np.searchsorted(seqs, [after_seq, to_seq], side="right").tolist()
-    return counted(batch.schema, batch.data.slice(begin, end - begin))
+    return batch_with_counts(batch.schema, batch.data.slice(begin, end - begin))
 
 
-def upto_position(batch: ChangeBatch, position: Lsn) -> ChangeBatch:
+def rows_until_position(batch: ChangeBatch, position: Lsn) -> ChangeBatch:
     """The rows whose transaction ended at a position or before; the others follow them."""
     texts = batch.data.column(change.POSITION)
     if Lsn.parse(texts[-1].as_py()) <= position:
         return batch
     earlier = [text for text in pc.unique(texts).to_pylist() if Lsn.parse(text) <= position]
-    return counted(batch.schema, batch.data.filter(pc.is_in(texts, pa.array(earlier, pa.string()))))
+    return batch_with_counts(batch.schema, batch.data.filter(pc.is_in(texts, pa.array(earlier, pa.string()))))
 
 
-def after_position(batch: ChangeBatch, position: Lsn) -> ChangeBatch:
+def rows_after_position(batch: ChangeBatch, position: Lsn) -> ChangeBatch:
     """The rows whose transaction ended after a position; all of them, from the first commit past it on."""
     texts = batch.data.column(change.POSITION)
     if Lsn.parse(texts[0].as_py()) > position:
         return batch
     later = [text for text in pc.unique(texts).to_pylist() if Lsn.parse(text) > position]
-    return counted(batch.schema, batch.data.filter(pc.is_in(texts, pa.array(later, pa.string()))))
+    return batch_with_counts(batch.schema, batch.data.filter(pc.is_in(texts, pa.array(later, pa.string()))))

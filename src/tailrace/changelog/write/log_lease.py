@@ -18,16 +18,23 @@ from typing import NoReturn
 from tailrace.errors import LogBusy, LogFenced
 from tailrace.storage import files, lease
 from tailrace.storage.files import LogPath
-from tailrace.storage.lease import EXPIRY_SECONDS, RENEW_SECONDS, WAIT_SECONDS_MAX, DiskHold, Watch, holder
-from tailrace.storage.objects import Meta, ObjectPath
+from tailrace.storage.lease import (
+    EXPIRY_SECONDS,
+    RENEW_SECONDS,
+    WAIT_SECONDS_MAX,
+    DiskLeaseBackend,
+    HolderWatch,
+    read_holder,
+)
+from tailrace.storage.objects import ObjectMeta, ObjectPath
 
-__all__ = ["EXPIRY_SECONDS", "WAIT_SECONDS_MAX", "Lease", "held", "holder"]
+__all__ = ["EXPIRY_SECONDS", "WAIT_SECONDS_MAX", "LogLease", "live_holder_pid", "read_holder"]
 
 _LOOKED_SECONDS = 1.0
 """In a store, a look at the record that is not older counts."""
 
 
-class Lease(lease.Lease):
+class LogLease(lease.Lease):
     """Of one role at a log."""
 
     def __init__(
@@ -41,18 +48,18 @@ class Lease(lease.Lease):
         renew_seconds: float = RENEW_SECONDS,
     ) -> None:
         self._folder = folder
-        hold = DiskHold(folder, name) if isinstance(folder, Path) else _ObjectHold(folder, name)
+        hold = DiskLeaseBackend(folder, name) if isinstance(folder, Path) else _ObjectLeaseBackend(folder, name)
         super().__init__(
             hold, name, wait_seconds, take_over=take_over, expiry_seconds=expiry_seconds, renew_seconds=renew_seconds
         )
 
     def _explained(self) -> AbstractContextManager[None]:
-        return files.explained(self._folder)
+        return files.explain_errors(self._folder)
 
     def _refuse_busy(self) -> NoReturn:
         raise LogBusy(
             f"another process holds the log as its {self._name}",
-            **holder(self._folder, self._name),
+            **read_holder(self._folder, self._name),
             hint="Stop that process, or wait for it; two at once would not be safe. If it hangs, or its host "
             "does, start this one with `--take-over`.",
         )
@@ -61,30 +68,30 @@ class Lease(lease.Lease):
         raise LogFenced(
             f"another process has taken the log over as its {self._name}",
             log=self._folder,
-            **holder(self._folder, self._name),
+            **read_holder(self._folder, self._name),
             hint="It goes on from where we stopped: leave it to that process. To move the work back here, "
             "stop it first.",
         )
 
 
-class _ObjectHold:
+class _ObjectLeaseBackend:
     """A lease in an object store: the record is the lease."""
 
     def __init__(self, folder: ObjectPath, name: str) -> None:
         self._path, self.token = folder / f"{name}.json", uuid.uuid4().hex
         self._lost = False
         self._looked = 0.0
-        self.unclean = False
+        self.was_not_released = False
 
-    def take_free(self, watch: Watch, record: bytes) -> bool:
+    def acquire_if_free(self, watch: HolderWatch, record: bytes) -> bool:
         stamp, content = self._found()
         watch.expired = False
-        if content is not None and not watch.is_free(content, lease.left_by_the_dead):
+        if content is not None and not watch.is_free(content, lease.is_holder_gone):
             return False
-        self.unclean = content is not None and not lease.is_released(content)
+        self.was_not_released = content is not None and not lease.is_released(content)
         return self._swap(record, stamp)
 
-    def take_by_force(self, record: bytes) -> bool:
+    def acquire_by_force(self, record: bytes) -> bool:
         return self._swap(record, self._found()[0])
 
     def lost(self) -> bool:
@@ -107,7 +114,7 @@ class _ObjectHold:
     def _is_others(self, content: bytes | None) -> bool:
         return content is not None and lease.token_of(content) != self.token
 
-    def _found(self) -> tuple[Meta | None, bytes | None]:
+    def _found(self) -> tuple[ObjectMeta | None, bytes | None]:
         """The record and its stamp; a record that was replaced in between is not the one that was stamped."""
         try:
             stamp = self._path.meta()
@@ -118,19 +125,19 @@ class _ObjectHold:
             self._looked = time.monotonic()
         return stamp, content
 
-    def _swap(self, record: bytes, stamp: Meta | None) -> bool:
+    def _swap(self, record: bytes, stamp: ObjectMeta | None) -> bool:
         try:
-            files.swap_durably(self._path, record, stamp)
+            files.compare_and_swap(self._path, record, stamp)
         except FileExistsError:
             return False
         return True
 
 
-def held(folder: LogPath, name: str = "owner") -> int | None:
+def live_holder_pid(folder: LogPath, name: str = "owner") -> int | None:
     """The pid of the live holder on this host, or None if nobody holds the lease."""
     if isinstance(folder, Path):
-        return lease.held(folder, name)
+        return lease.live_holder_pid(folder, name)
     path = folder / f"{name}.json"
-    with suppress(FileNotFoundError), files.store_explained(path):
-        return lease.live_pid(path.read_bytes())
+    with suppress(FileNotFoundError), files.explain_store_errors(path):
+        return lease.live_pid_of(path.read_bytes())
     return None

@@ -25,9 +25,9 @@ from tailrace.capture.port import SourceId
 from tailrace.changelog.format import big_transaction, commit_file, gaps
 from tailrace.changelog.format.big_transaction import Spill
 from tailrace.changelog.format.commit_file import commit_path
-from tailrace.changelog.format.schemas import Schemas, Version
+from tailrace.changelog.format.schemas import LogSchemas, LogSchemaVersion
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.changelog.write.log_lease import EXPIRY_SECONDS, Lease
+from tailrace.changelog.write.log_lease import EXPIRY_SECONDS, LogLease
 from tailrace.errors import LogCorrupt, LogError, LogFenced, LogForeign, LogFull, LogUnusable
 from tailrace.model import change, system_streams
 from tailrace.model.batch import ChangeBatch, Window
@@ -39,7 +39,7 @@ from tailrace.validation import require_instance
 
 _FOLDERS = ("hot", "big", "cold", "schemas", "consumers", "status")
 Parts = list[bytes | pa.Buffer]
-_SEQ_PLACE = [field.name for field in change.ALWAYS].index(change.SEQ)
+_SEQ_PLACE = [field.name for field in change.REQUIRED].index(change.SEQ)
 _ZEROS = bytes(commit_file.ALIGNMENT)
 
 
@@ -47,19 +47,19 @@ class LogWriter:
     """The one writer of a log. Opening it waits for the lease; its first commit sweeps what a crash left behind."""
 
     def __init__(self, path: LogPath | str, source: SourceId, *, take_over: bool = False) -> None:
-        path = files.place(path)
+        path = files.parse_log_path(path)
         require_instance("source", source, SourceId, "Give what the source is: `source.identify()`.")
         self.path, self.commit = path, 0
         self._token = uuid.uuid4().hex if files.is_remote(path) else ""
-        with files.explained(path):
-            begun = files.is_there(path / "meta.json")
+        with files.explain_errors(path):
+            begun = files.file_exists(path / "meta.json")
         if not begun:  # a log that was begun has its folders; one that is gone took its content along
             for name in _FOLDERS:
                 files.make_folder(path / name)
-        self._lease = Lease(path, take_over=take_over) if take_over else Lease(path)
+        self._lease = LogLease(path, take_over=take_over) if take_over else LogLease(path)
         try:
             self.log_id = _identify(path, source)
-            self._schemas = Schemas(path / "schemas")
+            self._schemas = LogSchemas(path / "schemas")
             self._schemas.load()
             last = self._found_durable()
         except BaseException:
@@ -72,34 +72,34 @@ class LogWriter:
         """Of the source's history, as the newest commit has it; the next one says what this says then."""
         self._announced = last.shapes if last else 0
         self._gaps = last.gaps if last else 0
-        self._recorded_gaps = records.Watched(path / gaps.NAME, lambda: gaps.read_gaps(path))
+        self._recorded_gaps = records.CachedRecord(path / gaps.GAPS_FILE, lambda: gaps.read_gaps(path))
         self._written_at = last.written_at if last else 0
         self._spill: Spill | None = None
         self._swept = self._doubtful = False
 
-    def _found_durable(self) -> commit_file.Header | None:
+    def _found_durable(self) -> commit_file.CommitHeader | None:
         """The newest commit, whole and durable: its writer may have died, or failed, before it knew that it was."""
         log = ChangeLog.open(self.path)
         newest = log.newest()
         log.gaps()
         last = self._checked(log, newest) if newest else None
         if last is None:
-            with files.explained(self.path):
-                files.renew(self.path / "meta.json")
+            with files.explain_errors(self.path):
+                files.make_durable(self.path / "meta.json")
                 files.sync_folder(self.path.parent)
         else:
             self._renew(commit_path(self.path, last.commit))
-        self._schemas.settle(last.shapes if last else 0)
+        self._schemas.make_durable(last.shapes if last else 0)
         return last
 
     def _renew(self, path: LogPath) -> None:
         try:
-            with files.explained_but_missing(path):
-                files.renew(path)
+            with files.explain_errors_but_missing(path):
+                files.make_durable(path)
         except FileNotFoundError as error:  # swept away by one who has the next number already
             raise self._fenced() from error
 
-    def _checked(self, log: ChangeLog, newest: int) -> commit_file.Header:
+    def _checked(self, log: ChangeLog, newest: int) -> commit_file.CommitHeader:
         """The newest commit, once every byte of it was read: the source may still have what is damaged in it."""
         try:
             last = log.header(newest)
@@ -115,7 +115,7 @@ class LogWriter:
                 )
             raise
 
-    def _sweep(self, header: commit_file.Header) -> None:
+    def _sweep(self, header: commit_file.CommitHeader) -> None:
         """Remove what writers left that died before giving a file its name. Nobody ever read it.
 
         Not before our first commit: until the number is ours, another writer may still commit what we would remove.
@@ -127,7 +127,7 @@ class LogWriter:
             big_transaction.sweep(self.path, header)
         self._swept = True
 
-    def append(self, window: Window) -> commit_file.Header | None:
+    def append(self, window: Window) -> commit_file.CommitHeader | None:
         """Make the window durable as the next commit, or as a piece of it if its transaction has not ended.
 
         A piece moves nothing: until the commit that finishes the transaction, the log is as if it were not there.
@@ -142,7 +142,7 @@ class LogWriter:
         try:
             return self._append(window)
         except BaseException as error:
-            self._doubtful = self._doubtful or isinstance(error.__cause__, local.Doubtful)
+            self._doubtful = self._doubtful or isinstance(error.__cause__, local.DurabilityUnknown)
             self._forget_pieces()
             if isinstance(error, LogFull):
                 self._make_room()
@@ -159,7 +159,7 @@ class LogWriter:
             except LogError:
                 self._swept = False
 
-    def _append(self, window: Window) -> commit_file.Header | None:
+    def _append(self, window: Window) -> commit_file.CommitHeader | None:
         # The very first commit has nothing before it: it states where the log begins.
         lost = window.continues and self._spill is None  # forgotten by an append that failed
         if lost or (window.start != self.position and self.commit):
@@ -182,8 +182,10 @@ class LogWriter:
         self._written_at = max(self._written_at, time.time_ns() // 1000)
         rows = spilled.rows + window.rows
         number = self.commit + 1
-        passes = window.empty and any(gap.commit == number and not gap.begun for gap in self._recorded_gaps.now())
-        header = commit_file.Header(
+        passes = window.is_empty and any(
+            gap.commit == number and not gap.is_unconfirmed for gap in self._recorded_gaps.get()
+        )
+        header = commit_file.CommitHeader(
             log=self.log_id,
             commit=number,
             start=window.start,
@@ -207,17 +209,17 @@ class LogWriter:
             self._sweep(header)
         return header
 
-    def _publish(self, header: commit_file.Header, parts: Parts) -> None:
+    def _publish(self, header: commit_file.CommitHeader, parts: Parts) -> None:
         path, begun = commit_path(self.path, header.commit), time.monotonic()
-        aside = files.aside_of(path)
+        aside = files.temp_path(path)
         failpoints.hit("log.before_write")
-        with files.explained(path):
-            files.write_aside(aside, parts)
+        with files.explain_errors(path):
+            files.write_temp(aside, parts)
         failpoints.hit("log.after_write")
         # Once the commit may exist, the pieces it names are not ours to remove.
         spilled, self._spill = self._spill, None
         try:
-            with files.explained_but_missing(path):
+            with files.explain_errors_but_missing(path):
                 files.publish(aside, path)
         except (FileExistsError, FileNotFoundError) as error:  # taken; or swept by one who has the number
             self._spill = spilled
@@ -238,14 +240,14 @@ class LogWriter:
 
     def _encode(
         self, window: Window, first_seq: int, announced: int
-    ) -> tuple[tuple[commit_file.Body, ...], Parts, int]:
+    ) -> tuple[tuple[commit_file.CommitBody, ...], Parts, int]:
         """Where each batch will lie, its bytes, and how many shapes have been announced with it."""
-        bodies: list[commit_file.Body] = []
+        bodies: list[commit_file.CommitBody] = []
         parts: Parts = []
-        fresh: list[tuple[Version, pa.RecordBatch]] = []
+        fresh: list[tuple[LogSchemaVersion, pa.RecordBatch]] = []
         at = 0
 
-        def add(version: Version, batch: ChangeBatch) -> None:
+        def add(version: LogSchemaVersion, batch: ChangeBatch) -> None:
             nonlocal at
             data = batch.data
             laid = data.serialize()
@@ -253,7 +255,7 @@ class LogWriter:
             size = laid.size
             padding = -size % commit_file.ALIGNMENT
             bodies.append(
-                commit_file.Body(
+                commit_file.CommitBody(
                     version.table,
                     version.version,
                     data.num_rows,
@@ -283,20 +285,20 @@ class LogWriter:
         if not fresh:
             return tuple(bodies), parts, announced
         shapes = max(version.ordinal for version, _ in fresh)
-        announced_rows = system_streams.announce(_announcements(fresh, self._schemas, announced, shapes))
+        announced_rows = system_streams.announcement_rows(_announcements(fresh, self._schemas, announced, shapes))
         add(
             self._record(system_streams.SCHEMA_STREAM),
             ChangeBatch(schema=system_streams.SCHEMA_STREAM, data=announced_rows),
         )
         return tuple(bodies), parts, shapes
 
-    def _record(self, schema: TableSchema) -> Version:
+    def _record(self, schema: TableSchema) -> LogSchemaVersion:
         try:
             return self._schemas.record(schema)
         except FileExistsError as error:  # it was not there when this log was opened
             raise self._fenced() from error
 
-    def shapes(self) -> list[TableSchema]:
+    def latest_schemas(self) -> list[TableSchema]:
         """The newest shape of every table."""
         return [version.schema for version in self._schemas.latest()]
 
@@ -307,13 +309,13 @@ class LogWriter:
 
     def _forget_pieces(self) -> None:
         if self._spill is not None:
-            self._spill.forget()
+            self._spill.discard()
             self._spill = None
 
 
 def _announcements(
-    fresh: Sequence[tuple[Version, pa.RecordBatch]], schemas: Schemas, announced: int, shapes: int
-) -> list[system_streams.Announcement]:
+    fresh: Sequence[tuple[LogSchemaVersion, pa.RecordBatch]], schemas: LogSchemas, announced: int, shapes: int
+) -> list[system_streams.SchemaAnnouncement]:
     """A record for every version counted so far and not announced yet.
 
     Each stands at its first row. A version that a writer recorded before it died, and that no row has, stands at
@@ -323,16 +325,16 @@ def _announcements(
     for version, data in fresh:
         first.setdefault(version.ordinal, data)
     found = []
-    for version in schemas.after(announced):
+    for version in schemas.versions_after(announced):
         if version.ordinal > shapes:
             break
         row = first[min(ordinal for ordinal in first if ordinal >= version.ordinal)].slice(0, 1)
         position = row.column(change.POSITION)[0].as_py() if change.POSITION in row.schema.names else None
         found.append(
-            system_streams.Announcement(
+            system_streams.SchemaAnnouncement(
                 table=version.table,
                 version=version.version,
-                shape=version.schema,
+                schema=version.schema,
                 definition=version.definition,
                 position=position,
                 seq=row.column(change.SEQ)[0].as_py(),
@@ -349,9 +351,9 @@ def _ends(data: pa.RecordBatch) -> tuple[int, int]:
     return int(seqs[0]), int(seqs[-1])
 
 
-def _left_out(data: pa.RecordBatch, version: Version, window: Window) -> tuple[str, ...]:
+def _left_out(data: pa.RecordBatch, version: LogSchemaVersion, window: Window) -> tuple[str, ...]:
     # Nearly every batch leaves out every optional column; asking for names is what costs.
-    if not window.open and data.num_columns == version.columns_always:
+    if not window.open and data.num_columns == version.required_column_count:
         return change.OPTIONAL
     names = set(data.schema.names)
     return tuple(name for name in (change.POSITION, *change.OPTIONAL) if name not in names)
@@ -360,11 +362,11 @@ def _left_out(data: pa.RecordBatch, version: Version, window: Window) -> tuple[s
 def _identify(path: LogPath, source: SourceId) -> str:
     """The log's id: made on first use, and refused if the log belongs to another source."""
     meta = path / "meta.json"
-    with files.explained(meta):
-        begun = files.is_there(meta)
+    with files.explain_errors(meta):
+        begun = files.file_exists(meta)
     if not begun:
-        with files.explained(path):
-            orphans = any(name.endswith(".arrow") for name in files.names(path / "hot"))
+        with files.explain_errors(path):
+            orphans = any(name.endswith(".arrow") for name in files.list_names(path / "hot"))
         if orphans:
             raise LogCorrupt(
                 "the log's meta.json is missing",
@@ -372,7 +374,7 @@ def _identify(path: LogPath, source: SourceId) -> str:
                 hint="Restore it from a copy of the log, or set `log:` to a new folder.",
             )
         stored = {"format": commit_file.FORMAT, "log": uuid.uuid4().hex, "source": asdict(source)}
-        with files.explained(meta):
+        with files.explain_errors(meta):
             files.create(meta, records.encode(stored))
     log = ChangeLog.open(path)
     mine = log.source

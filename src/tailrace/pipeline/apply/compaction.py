@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.settings import UpkeepSettings
-from tailrace.pipeline.loads.load_commit import Run, run_one
-from tailrace.pipeline.tables.registry import Lives, TableLife
-from tailrace.tables.compaction_plan import Upkeep
-from tailrace.tasks.work import Outcome, TendWork, tend_table
+from tailrace.pipeline.loads.load_commit import RunTasks, run_task
+from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.tables.compaction_plan import UpkeepPlan
+from tailrace.tasks.work import CompactWork, Outcome, compact_table
 
 log = logging.getLogger(__name__)
 
@@ -29,20 +29,20 @@ REMOVE_SECONDS = 3600.0
 """Between two looks for old files of a table: none of them is younger than that."""
 
 
-class Tending:
+class Compactor:
     """Tends whatever tables need it, until told to stop."""
 
     def __init__(
         self,
         settings: UpkeepSettings,
-        lives: Lives,
+        lives: TableRegistry,
         *,
-        run: Run,
-        advance: Callable[[TableLife], None],
+        run: RunTasks,
+        advance: Callable[[ManagedTable], None],
         stopping: threading.Event,
     ) -> None:
         self._budget = settings.budget
-        self._upkeep = Upkeep(
+        self._upkeep = UpkeepPlan(
             file_bytes=settings.file if settings.join else None, remove_after_seconds=settings.remove_after
         )
         self._lives = lives
@@ -51,7 +51,7 @@ class Tending:
         self._stopping = stopping
         self._removes_at: dict[TableId, float] = {}
 
-    def work(self) -> None:
+    def run(self) -> None:
         """Look for a table, tend it, rest."""
         pause = LOOK_SECONDS
         while not self._stopping.wait(pause):
@@ -59,34 +59,38 @@ class Tending:
             outcome = self._tend(life) if life is not None else None
             pause = LOOK_SECONDS if outcome is None else pause_after(outcome, self._budget)
 
-    def _next(self) -> TableLife | None:
+    def _next(self) -> ManagedTable | None:
         """The one with the most commits since it was last tended."""
         lives = list(self._lives.tables.values())
-        due = [life for life in lives if life.state.going_on and life.untended >= COMMITS_MIN]
-        return max(due, key=lambda life: life.untended, default=None)
+        due = [life for life in lives if life.state.is_applying and life.commits_since_compaction >= COMMITS_MIN]
+        return max(due, key=lambda life: life.commits_since_compaction, default=None)
 
-    def _tend(self, life: TableLife) -> Outcome | None:
+    def _tend(self, life: ManagedTable) -> Outcome | None:
         started = time.monotonic()
         with life.lock:
-            life.untended = 0
-            if life.cursor is None:
+            life.commits_since_compaction = 0
+            if life.applied_position is None:
                 return None
             upkeep = self._upkeep
             if started < self._removes_at.get(life.table, 0.0):
                 upkeep = replace(upkeep, remove_after_seconds=None)
             else:
                 self._removes_at[life.table] = started + REMOVE_SECONDS
-            work = TendWork(table=life.table, place=life.place, expected=life.cursor, upkeep=upkeep)
-            outcome = run_one(self._run, tend_table, work, life)
-            life.version = None
+            work = CompactWork(table=life.table, location=life.location, expected=life.applied_position, upkeep=upkeep)
+            outcome = run_task(self._run, compact_table, work, life)
+            life.lake_version = None
         used = None if outcome.cpu_seconds is None else round(outcome.cpu_seconds, 3)
         said = {"table": str(life.table), "seconds": round(outcome.seconds, 3), "cpu_seconds": used}
         if outcome.error is not None:
             # Whoever applies next meets the same trouble, and says so.
             log.warning("table not tended", extra={**said, "code": outcome.error.code})
-        elif outcome.tended is not None:
-            life.bytes_written += outcome.tended.bytes
-            joined, made, removed = outcome.tended.joined, outcome.tended.made, outcome.tended.removed
+        elif outcome.upkeep_result is not None:
+            life.bytes_written += outcome.upkeep_result.bytes
+            joined, made, removed = (
+                outcome.upkeep_result.files_compacted,
+                outcome.upkeep_result.files_written,
+                outcome.upkeep_result.files_removed,
+            )
             log.info("table tended", extra={**said, "joined": joined, "into": made, "removed": removed})
         self._advance(life)  # what came meanwhile was left for us
         return outcome

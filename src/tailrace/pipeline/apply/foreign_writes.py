@@ -11,20 +11,20 @@ from contextlib import suppress
 
 from tailrace.errors import ForeignWrite, TailraceError
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import Lives, TableLife
-from tailrace.tables.position_errors import not_loaded, put_back
+from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.tables.position_errors import not_loaded, table_went_back
 
 LOOK_SECONDS = 30.0
 
 
-class LakeWatch:
+class ForeignWriteWatch:
     """Looks at the tables that are live now and then."""
 
-    def __init__(self, lives: Lives) -> None:
+    def __init__(self, lives: TableRegistry) -> None:
         self._lives = lives
         self._due = 0.0
 
-    def look(self) -> None:
+    def run_if_due(self) -> None:
         """Stop the tables that others have written to, put back or taken away, if it is time to look."""
         if time.monotonic() < self._due:
             return
@@ -33,7 +33,7 @@ class LakeWatch:
                 self._look_at(life)
         self._due = time.monotonic() + LOOK_SECONDS
 
-    def _look_at(self, life: TableLife) -> None:
+    def _look_at(self, life: ManagedTable) -> None:
         if not life.lock.acquire(blocking=False):
             return  # whoever is at work on it sees by himself
         try:
@@ -44,19 +44,19 @@ class LakeWatch:
             life.lock.release()
 
 
-def _stop_anothers(life: TableLife) -> None:
+def _stop_anothers(life: ManagedTable) -> None:
     """Stop the table if it is not what we left."""
-    if life.version is not None and life.place.stands_at(life.version):
+    if life.lake_version is not None and life.location.is_newest_version(life.lake_version):
         return
-    table, cursor = life.place.look(), life.cursor
+    table, cursor = life.location.open_for_reading(), life.applied_position
     try:
-        version, found = table.version(), table.cursor()
+        version, found = table.version(), table.applied_position()
         if found is None:
-            life.fail(not_loaded(life.place.path))
+            life.fail(not_loaded(life.location.path))
         # A load may go back, and a commit may be there that nobody was told of, as its worker was killed.
         elif cursor is not None and found.load == cursor.load and found.seq < cursor.seq:
-            life.fail(put_back(life.place.path, found, cursor))
+            life.fail(table_went_back(life.location.path, found, cursor))
         else:
-            life.version = version
+            life.lake_version = version
     except ForeignWrite as error:
         life.fail(error)

@@ -36,7 +36,7 @@ class Pace:
         self._lock = threading.Lock()
         self._hurried = threading.Event()
 
-    def hurry(self) -> None:
+    def stop_resting(self) -> None:
         """End the rest under way, and rest no more: someone waits for the end, or it is over."""
         self._hurried.set()
 
@@ -77,7 +77,7 @@ class Pace:
                 self._owed = min(self._owed, 0.0)
             return max(self._owed, 0.0)
 
-    def share(self) -> float:
+    def merging_share(self) -> float:
         """Which part of the last minute went into merging."""
         with self._lock:
             now = self._clock()

@@ -14,16 +14,16 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.pipeline.tables.registry import NOT_PUBLISHED, Announced, Lives, TableLife
-from tailrace.pipeline.tables.resume_checks import lost_identity, stops_at_another
+from tailrace.pipeline.tables.registry import NOT_PUBLISHED, ManagedTable, PendingSchema, TableRegistry
+from tailrace.pipeline.tables.resume_checks import has_lost_identity, stops_at_recreated
 
 LOOK_SECONDS = 5.0
 
 
-class ShapeWatch:
+class SchemaWatch:
     """Asks the source's catalogue now and then."""
 
-    def __init__(self, source: PostgresCapture, lives: Lives) -> None:
+    def __init__(self, source: PostgresCapture, lives: TableRegistry) -> None:
         self._source = source
         self._lives = lives
         self._seen: dict[TableId, tuple[str, TableSchema]] = {}
@@ -31,55 +31,55 @@ class ShapeWatch:
         self._since: dict[TableId, Lsn | None] = {}
         """From where on nothing of each table is missing, when it was last looked up."""
         self._due = 0.0
-        self.tried = False
+        self.has_run = False
         """Whether the tables that are there at a start have been looked at, or the source does not answer."""
 
-    def look(self) -> None:
+    def run_if_due(self) -> None:
         """Ask, if that was not done just now; a source that does not answer is asked again."""
         if time.monotonic() < self._due:
             return
         shapes = {
-            life.table: life.shape
+            life.table: life.schema
             for life in list(self._lives.tables.values())
-            if life.state.going_on and life.shape is not None
+            if life.state.is_applying and life.schema is not None
         }
         with suppress(TailraceError):
             self._notice_gaps(shapes)
-            stamps = self._source.stamps(list(shapes)) if shapes else {}
+            stamps = self._source.definition_versions(list(shapes)) if shapes else {}
             changed = [table for table, stamp in stamps.items() if not self._is_seen(table, stamp, shapes[table])]
             if changed:
                 self._compare({table: (stamps[table], shapes[table]) for table in changed})
-        self._due, self.tried = time.monotonic() + LOOK_SECONDS, True
+        self._due, self.has_run = time.monotonic() + LOOK_SECONDS, True
 
     def _notice_gaps(self, tables: Collection[TableId]) -> None:
         """Tables that were not published for a while, e.g. without an identity: what was written then was not told."""
-        published = self._lives.log.published()
-        since = {table: published.since(table) for table in tables}
+        published = self._lives.log.coverage()
+        since = {table: published.complete_from(table) for table in tables}
         for table in since.keys() & self._since.keys():
             life = self._lives.tables[table]
             # One that has lost its identity is published otherwise since, and stops for that.
-            if since[table] == self._since[table] or lost_identity(life) or self._stops(life):
+            if since[table] == self._since[table] or has_lost_identity(life) or self._stops(life):
                 continue
             # Whoever is applying to it would call it live again, and it would be neither loaded nor applied to.
             if not life.lock.acquire(blocking=False):
                 since[table] = self._since[table]  # so that it is noticed at the next look
                 continue
             try:
-                if self._lives.misses(life):  # else it was loaded since
-                    self._lives.load_anew(life, NOT_PUBLISHED)
+                if self._lives.has_missing_changes(life):  # else it was loaded since
+                    self._lives.require_reload(life, NOT_PUBLISHED)
             finally:
                 life.lock.release()
         self._since = since
 
-    def _stops(self, life: TableLife) -> bool:
+    def _stops(self, life: ManagedTable) -> bool:
         """Whether that is so because the table was made again, and it is to stop for that."""
         now, policies = self._source.describe([life.table]), self._lives.policies_of(life.table)
-        return life.table in now and stops_at_another(life, now[life.table].at_source.relation, policies)
+        return life.table in now and stops_at_recreated(life, now[life.table].source_schema.relation, policies)
 
-    def ready(self) -> list[TableLife]:
+    def tables_with_pending_schema(self) -> list[ManagedTable]:
         """The tables that can become what was seen: nothing else may come to wake them."""
         position, lives = self._lives.index.position, list(self._lives.tables.values())
-        told = [(life, life.announced) for life in lives if life.state.going_on]
+        told = [(life, life.pending_schema) for life in lives if life.state.is_applying]
         return [life for life, seen in told if seen is not None and seen.horizon <= position]
 
     def _is_seen(self, table: TableId, stamp: str, shape: TableSchema) -> bool:
@@ -89,11 +89,13 @@ class ShapeWatch:
     def _compare(self, changed: dict[TableId, tuple[str, TableSchema]]) -> None:
         """Announce what the catalogue shows, where that is not what the table is."""
         found = self._source.describe(changed)
-        horizon = self._source.horizon()
+        horizon = self._source.committed_until()
         for table, shape in found.items():
             if not shape.columns:
                 continue  # made anew, and not published yet
             self._seen[table] = changed[table]
             _, before = changed[table]
-            if not before.same_as(shape):
-                self._lives.tables[table].announced = Announced(shape=shape, horizon=horizon, instead_of=before)
+            if not before.same_with_facts(shape):
+                self._lives.tables[table].pending_schema = PendingSchema(
+                    schema=shape, horizon=horizon, compared_with=before
+                )

@@ -19,7 +19,7 @@ from tailrace.spark.session.session import Jvm
 from tailrace.storage import files
 
 
-def made_scratch(change_log: ChangeLog) -> Path:
+def make_scratch(change_log: ChangeLog) -> Path:
     """An empty folder for whoever holds the applier's lease. It begins with the log's id, so that what a killed
     predecessor left is found; and it is nobody else's, so that one whose place was taken does not remove ours when it
     ends."""
@@ -31,12 +31,12 @@ def made_scratch(change_log: ChangeLog) -> Path:
 
 def spark_log(settings: PipelineSettings) -> Path:
     """Where Spark writes what it has to say."""
-    return files.scratch_of(settings.log.path / "status") / "spark.log"
+    return files.scratch_folder(settings.log.path / "status") / "spark.log"
 
 
 def start_jvm(settings: PipelineSettings, scratch: Path) -> Jvm:
     """The process; a connector's jars are fetched if they are not there."""
-    catalog, by_spark = settings.tables.layout.catalog, settings.tables.by_spark
+    catalog, by_spark = settings.tables.layout.catalog, settings.tables.written_by_spark
     given = settings.spark.settings
     if catalog is not None:
         given = iceberg_settings(given, catalog)
@@ -63,7 +63,7 @@ def start_jvm(settings: PipelineSettings, scratch: Path) -> Jvm:
         ) from exc
 
 
-class SparkAtNeed:
+class LazySpark:
     """A session that is started when it is first asked for, and ended here if it was."""
 
     def __init__(self, settings: PipelineSettings, change_log: ChangeLog, given: SparkSession | None) -> None:
@@ -71,12 +71,12 @@ class SparkAtNeed:
         self._scratch: Path | None = None
         self._jvm: Jvm | None = None
 
-    def __enter__(self) -> SparkAtNeed:
+    def __enter__(self) -> LazySpark:
         return self
 
     def get(self) -> SparkSession:
         if self._session is None:
-            self._scratch = made_scratch(self._log)
+            self._scratch = make_scratch(self._log)
             self._jvm = start_jvm(self._settings, self._scratch)
             self._session = self._jvm.open_session()
         return self._session

@@ -20,7 +20,7 @@ from contextlib import suppress
 from tailrace.changelog.read.reader import FIRST_COMMIT, ChangeLog
 from tailrace.changelog.write import log_lease
 from tailrace.errors import LogUnusable, SourceError, TailraceError
-from tailrace.pipeline.capture.restarts import Restarts
+from tailrace.pipeline.capture.restarts import RestartLimit
 from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import error_from_json
 from tailrace.storage.files import LogPath
@@ -40,7 +40,7 @@ class CaptureChild:
         self._path = log
         self._command = [sys.executable, "-m", *command]
         self._told = told
-        self.restarts = Restarts()
+        self.restarts = RestartLimit()
         self._process = self._start(*once)
 
     @classmethod
@@ -79,7 +79,11 @@ class CaptureChild:
             self.check()
             try:
                 found = ChangeLog.open(self._path)
-                if found.newest() >= FIRST_COMMIT and log_lease.held(self._path) == self._process.pid and begun():
+                if (
+                    found.newest() >= FIRST_COMMIT
+                    and log_lease.live_holder_pid(self._path) == self._process.pid
+                    and begun()
+                ):
                     return found
             except LogUnusable:
                 pass
@@ -99,7 +103,7 @@ class CaptureChild:
         assert self._process.stdout is not None, "a pipe"
         with self._process.stdout as said:
             error = _error(said.read(), code)
-        if code >= 0 or not self.restarts.one_more():
+        if code >= 0 or not self.restarts.try_one_more():
             raise error
         log.warning("capture was killed, started again", extra={"signal": -code, "times": self.restarts.count})
         self._process = self._start()

@@ -37,11 +37,11 @@ from tailrace.model.position import ZERO, Lsn
 from tailrace.pipeline.capture.capture_process import CaptureChild
 from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import PipelineStatus, error_to_json
-from tailrace.spark.datasource.option_values import in_options
+from tailrace.spark.datasource.option_values import as_option_error
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 
-MARK = "stream.json"
+MARK_FILE = "stream.json"
 """In a log that was made by one of these; not part of the log's format. It has the tables, and the last start that they
 were published for."""
 CATCH_UP_SECONDS_MAX = 86_400.0
@@ -64,7 +64,7 @@ _ANEW_HINTS: Mapping[type[TailraceError], str] = {
 
 
 @dataclass(kw_only=True)
-class Beside:
+class EmbeddedCapture:
     """What to capture, and the process that does once it is started."""
 
     url: str = field(repr=False)
@@ -80,9 +80,9 @@ class Beside:
     def start(self) -> None:
         try:
             with connect(self.url) as connection:
-                self._horizon = preflight.horizon(connection)
+                self._horizon = preflight.committed_until(connection)
         except TailraceError as error:
-            raise for_a_stream(error) from None
+            raise with_stream_hint(error) from None
         start, log = uuid.uuid4().hex, self._place
         told = {
             "url": self.url,
@@ -98,7 +98,7 @@ class Beside:
             self._child.wait_for_log(threading.Event(), begun=lambda: _marked(log).get("start") == start)
         except TailraceError as error:
             self.stop()
-            raise for_a_stream(error) from None
+            raise with_stream_hint(error) from None
         except BaseException:
             self.stop()
             raise
@@ -122,7 +122,7 @@ class Beside:
         try:
             self._child.check()
         except TailraceError as error:
-            raise for_a_stream(error) from None
+            raise with_stream_hint(error) from None
 
     def stop(self) -> None:
         if self._child is not None:
@@ -131,10 +131,10 @@ class Beside:
 
     @property
     def _place(self) -> LogPath:
-        return files.place(self.log, endpoint=self.endpoint, region=self.region)
+        return files.parse_log_path(self.log, endpoint=self.endpoint, region=self.region)
 
 
-def settings_of(
+def stream_settings(
     url: str, log: str, tables: tuple[str, ...], *, endpoint: str | None = None, region: str | None = None
 ) -> PipelineSettings:
     """The settings of a pipeline that has no tables."""
@@ -157,11 +157,11 @@ def settings_of(
         ) from None
 
 
-def claim(log: LogPath) -> tuple[str, ...]:
+def claim_log(log: LogPath) -> tuple[str, ...]:
     """Mark the log as a stream's own before anything is in it; refuse one that is not. The tables that were asked for
     so far."""
-    with files.explained(log):
-        if (log / MARK).exists():
+    with files.explain_errors(log):
+        if (log / MARK_FILE).exists():
             return tuple(_marked(log).get("tables", ()))
         if (log / "meta.json").exists():
             raise LogForeign(
@@ -170,13 +170,13 @@ def claim(log: LogPath) -> tuple[str, ...]:
                 hint="Leave out `url`, and run the pipeline's capture beside the stream; or give `log` a new place.",
             )
         files.make_folder(log)
-        files.replace_durably(log / MARK, b"{}\n")
+        files.replace_durably(log / MARK_FILE, b"{}\n")
     return ()
 
 
 def _marked(log: LogPath) -> dict[str, Any]:
-    path = log / MARK
-    with files.explained(path):
+    path = log / MARK_FILE
+    with files.explain_errors(path):
         text = path.read_bytes()
     try:
         found: dict[str, Any] = json.loads(text)
@@ -189,22 +189,22 @@ def _marked(log: LogPath) -> dict[str, Any]:
         ) from error
 
 
-class _Marking:
+class _StartMarker:
     """Told that the capture has begun, when publication and slot are as they should be, it marks that; nobody watches
     otherwise."""
 
     def __init__(self, log: LogPath, tables: tuple[str, ...], start: str) -> None:
-        self._path = log / MARK
+        self._path = log / MARK_FILE
         self._mark = {"tables": tables, "start": start}
 
     def tick(self, status: PipelineStatus) -> None: ...
 
     def event(self, text: str, **fields: object) -> None:
-        with files.explained(self._path):
+        with files.explain_errors(self._path):
             files.replace_durably(self._path, json.dumps(self._mark).encode() + b"\n")
 
 
-def for_a_stream(error: TailraceError) -> TailraceError:
+def with_stream_hint(error: TailraceError) -> TailraceError:
     """The same error, with what its reader can do: a stream has no command line."""
     if isinstance(error, (LogBusy, SlotBusy)):
         hint = (
@@ -214,7 +214,7 @@ def for_a_stream(error: TailraceError) -> TailraceError:
         return type(error)(error.message, hint=hint, **error.fields)
     if type(error) in _ANEW_HINTS:
         return type(error)(error.message, hint=_ANEW_HINTS[type(error)], **error.fields)
-    return in_options(error)
+    return as_option_error(error)
 
 
 def main() -> int:
@@ -224,14 +224,14 @@ def main() -> int:
     told = json.loads(sys.stdin.buffer.readline())
     try:
         store = {"endpoint": told["endpoint"], "region": told["region"]}
-        path = settings_of(told["url"], told["log"], tuple(told["tables"]), **store).log.path
-        tables = tuple(dict.fromkeys([*claim(path), *told["tables"]]))
-        settings = settings_of(told["url"], told["log"], tables, **store)
-        marking = _Marking(path, tables, told["start"])
+        path = stream_settings(told["url"], told["log"], tuple(told["tables"]), **store).log.path
+        tables = tuple(dict.fromkeys([*claim_log(path), *told["tables"]]))
+        settings = stream_settings(told["url"], told["log"], tables, **store)
+        marking = _StartMarker(path, tables, told["start"])
         # It goes on after that: a child does. But what was there at the start is in the log without delay.
         runner.capture(settings, until_caught_up=True, observer=marking, child=True)
     except TailraceError as error:
-        told_error = error_to_json(for_a_stream(error))
+        told_error = error_to_json(with_stream_hint(error))
         print(json.dumps({"error": told_error}), flush=True)  # noqa: T201 # for whoever started us
         return int(error.exit_code)
     return 0

@@ -16,18 +16,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from tailrace.capture.port import SourceId, Stream
-from tailrace.capture.postgres.preflight import Publishing
+from tailrace.capture.postgres.preflight import PublishedTables
 from tailrace.capture.postgres.source import PostgresCapture, identify
-from tailrace.changelog.format.commit_file import Header
-from tailrace.changelog.format.coverage import announce, confirm
+from tailrace.changelog.format.commit_file import CommitHeader
+from tailrace.changelog.format.coverage import announce_tables, confirm_tables
 from tailrace.changelog.format.gaps import Gap, read_gaps, record_gap
-from tailrace.changelog.format.known_tables import expect, expected
+from tailrace.changelog.format.known_tables import known_tables, record_known_table
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced, LogUnusable, PositionLost, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline.capture.source_factory import open_keeper, open_source
+from tailrace.pipeline.capture.source_factory import open_maintenance, open_source
 from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.position_store import LogSink
@@ -41,7 +41,7 @@ PUBLISH_SECONDS = 2.0
 """Between two looks for tables that are new at the source."""
 NOTED_AT_ONCE_MAX = 100
 """Tables whose shapes are asked for with one connection."""
-LOADED_ANEW = {"when_needed", "always", "initial_only"}
+RELOADING_MODES = {"when_needed", "always", "initial_only"}
 """Modes of tables that lose nothing where the server has lost what we had not read."""
 HURRIED_IDLE_SECONDS = 1.0
 """For one that only catches up: tables that are loaded meanwhile are told as of one point when the log has passed their
@@ -50,18 +50,18 @@ CHECK_SECONDS = 0.1
 """Between two looks at the lease while nothing is appended; every append looks for itself."""
 
 
-class OwnLog(LogWriter):
+class LeasedLogWriter(LogWriter):
     """The log, written only while its lease is ours."""
 
     def check(self) -> None:
         """Raise LogFenced once somebody has taken the log over."""
         self._lease.check()
 
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """Whether somebody has taken the log over."""
         return self._lease.lost()
 
-    def append(self, window: Window) -> Header | None:
+    def append(self, window: Window) -> CommitHeader | None:
         self.check()
         try:
             return super().append(window)
@@ -81,7 +81,7 @@ class OwnLog(LogWriter):
             raise
 
     @classmethod
-    def open(cls, path: LogPath, source: SourceId, *, take_over: bool) -> OwnLog:
+    def open(cls, path: LogPath, source: SourceId, *, take_over: bool) -> LeasedLogWriter:
         """Open the log; one taken by force first gets an empty commit.
 
         Its number ends whoever lost the log, before we look at what the slot has confirmed: what the other could
@@ -90,7 +90,7 @@ class OwnLog(LogWriter):
         forced = False
         for _ in range(FENCE_TRIES_MAX):
             log = cls(path, source, take_over=take_over)
-            forced = forced or log._lease.forced
+            forced = forced or log._lease.was_forced
             try:
                 if forced and log.commit:
                     log.append(Window(start=log.position, end=log.position))
@@ -110,19 +110,19 @@ class OwnLog(LogWriter):
         )
 
 
-class Capturing:
+class LogCapture:
     """A capture that is ready to run: the log is ours, publication and slot are there."""
 
     def __init__(self, settings: PipelineSettings, *, until_caught_up: bool, take_over: bool = False) -> None:
         self._identity = identify(settings.source.url)
-        self.log = OwnLog.open(settings.log.path, self._identity, take_over=take_over)
+        self.log = LeasedLogWriter.open(settings.log.path, self._identity, take_over=take_over)
         try:
             self.source: PostgresCapture = open_source(settings, self.log.log_id)
             self._ruled = self.source if isinstance(self.source, TransformedCapture) else None
-            self.source.remember(self.log.shapes())
-            if self.source.makes_tables:
-                self.source.know([*expected(self.log.path), *self.log.shapes()])
-            self.source.publishing = self._publish
+            self.source.remember_schemas(self.log.latest_schemas())
+            if self.source.discovers_tables:
+                self.source.learn_tables([*known_tables(self.log.path), *self.log.latest_schemas()])
+            self.source.on_publish = self._publish
             self._unseen: set[TableId] = set()
             position = self.log.position if self.log.commit else None
             with self._ours():
@@ -130,21 +130,21 @@ class Capturing:
             self._check_rules()
             if begin is not None:
                 self.log.append(Window(start=ZERO, end=begin))
-            target = self.source.horizon() if until_caught_up else None
+            target = self.source.committed_until() if until_caught_up else None
         except BaseException:
             self.log.close()
             raise
-        self._keeper = open_keeper(settings)
+        self._keeper = open_maintenance(settings)
         self.sink = LogSink(self.log)
         idle = HURRIED_IDLE_SECONDS if until_caught_up else None
         self.runtime = CdcRuntime(self, self.sink, target=target, idle_seconds_max=idle)
         self.started = time.monotonic()
 
-    def _publish(self, told: Publishing) -> None:
+    def _publish(self, told: PublishedTables) -> None:
         if told.done:
-            confirm(self.log.path, told.tables, told.at)
+            confirm_tables(self.log.path, told.tables, told.position)
         else:
-            announce(self.log.path, told.tables, told.at, commit=self.log.commit, moved=told.moved)
+            announce_tables(self.log.path, told.tables, told.position, commit=self.log.commit, moved=told.moved)
             self._unseen.update(table for table, _ in told.tables)
 
     def _prepare(self, settings: PipelineSettings, position: Lsn | None, take_over: bool) -> Lsn | None:
@@ -160,7 +160,7 @@ class Capturing:
             lost = Gap(commit=self.log.commit + 1, start=self.log.position, end=self.log.position)
             begun = any(gap.commit == lost.commit for gap in read_gaps(self.log.path))
             modes = {settings.load.mode_of(table.table) for table in self.source.tables()}
-            if not modes <= LOADED_ANEW or not self.source.settings.slot_create:
+            if not modes <= RELOADING_MODES or not self.source.settings.slot_create:
                 raise
             if "confirmed" in error.fields and not begun:
                 raise  # a log that was put back: its numbers mean something else to whoever has read further
@@ -211,9 +211,9 @@ class Capturing:
         if self._ruled is None:
             return
         self._ruled.check_rules()
-        for idle in self._ruled.rules.unmatched():
+        for idle in self._ruled.rules.unmatched_rules():
             if idle.no_table:
-                log.warning("rule concerns no table", extra={"rule": idle.rule, "why": idle.why})
+                log.warning("rule concerns no table", extra={"rule": idle.rule, "why": idle.reason})
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Capture until told to stop, then let go of slot and log."""
@@ -245,9 +245,9 @@ class Capturing:
             ended.set()
             self._keeper.stop()
             self.log.close()
-            for idle in self._ruled.rules.unmatched() if self._ruled is not None else ():
+            for idle in self._ruled.rules.unmatched_rules() if self._ruled is not None else ():
                 # Loads go through the rules in other processes, which count nothing.
-                why = idle.why if idle.no_table else "no change was one for it; rows of loads are not counted"
+                why = idle.reason if idle.no_table else "no change was one for it; rows of loads are not counted"
                 log.warning("rule never matched", extra={"rule": idle.rule, "why": why})
 
     def _publish_until(self, ended: threading.Event) -> None:
@@ -255,7 +255,7 @@ class Capturing:
         said = ""
         while not ended.wait(PUBLISH_SECONDS):
             try:
-                if not self.log.lost():
+                if not self.log.is_lost():
                     self.source.publish_new()
                 said = ""
             except TailraceError as error:  # tried again; a source that cannot be reached, the stream tells of
@@ -276,9 +276,9 @@ class Capturing:
                 self._note_shapes(ended)
 
     def _note_shapes(self, ended: threading.Event) -> None:
-        self._unseen.difference_update([shape.table for shape in self.log.shapes()])
-        while self._unseen and not ended.is_set() and not self.log.lost():
+        self._unseen.difference_update([shape.table for shape in self.log.latest_schemas()])
+        while self._unseen and not ended.is_set() and not self.log.is_lost():
             some = list(self._unseen)[:NOTED_AT_ONCE_MAX]
             for shape in self.source.describe(some).values():
-                expect(self.log.path, shape)
+                record_known_table(self.log.path, shape)
             self._unseen.difference_update(some)

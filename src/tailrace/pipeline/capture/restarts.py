@@ -14,7 +14,7 @@ RESTARTS_SECONDS = 3600.0
 """In which there may be so many."""
 
 
-class Restarts:
+class RestartLimit:
     """Those of one process, or one query."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,7 +22,7 @@ class Restarts:
         self._last: deque[float] = deque(maxlen=RESTARTS_MAX)
         self.count = 0
 
-    def one_more(self) -> bool:
+    def try_one_more(self) -> bool:
         """Count a restart, unless there were too many of late: whether it may be."""
         now = self._clock()
         if len(self._last) == RESTARTS_MAX and now < self._last[0] + RESTARTS_SECONDS:

@@ -10,11 +10,11 @@ import functools
 
 from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog.format.known_tables import expected
-from tailrace.changelog.maintain.maintenance import Keeper
+from tailrace.changelog.format.known_tables import known_tables
+from tailrace.changelog.maintain.maintenance import LogMaintenance
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.pipeline.config.settings import PipelineSettings, matches, matches_message, names
-from tailrace.pipeline.tables.retention_holds import forget_unwanted
+from tailrace.pipeline.config.settings import PipelineSettings, matches, matches_message, names_table
+from tailrace.pipeline.tables.retention_holds import release_unwanted
 from tailrace.transforms.transformed_source import TransformedCapture
 
 
@@ -24,7 +24,7 @@ def open_source(settings: PipelineSettings, log_id: str) -> PostgresCapture:
     wanted = PostgresSettings(
         url=source.url,
         wanted=functools.partial(matches, source),
-        named=functools.partial(names, source),
+        named=functools.partial(names_table, source),
         messages=functools.partial(matches_message, source) if source.messages else None,
         origins=source.origin == "any",
         invalid_text_replaced=source.invalid_text == "replace",
@@ -40,17 +40,17 @@ def open_source(settings: PipelineSettings, log_id: str) -> PostgresCapture:
     return TransformedCapture(wanted, settings.transforms)
 
 
-def open_source_of(settings: PipelineSettings, log: ChangeLog, *, loads: bool = False) -> PostgresCapture:
+def open_source_for_log(settings: PipelineSettings, log: ChangeLog, *, loads: bool = False) -> PostgresCapture:
     """The same, for whoever asks it about tables: it knows those that the log has seen. Who loads asks for others."""
     source = open_source(settings, log.log_id)
-    if isinstance(source, TransformedCapture) and source.makes_tables:
+    if isinstance(source, TransformedCapture) and source.discovers_tables:
         source.asks_types = loads
         log.schemas.load()
-        source.know([*expected(log.path), *(version.schema for version in log.schemas.latest())])
+        source.learn_tables([*known_tables(log.path), *(version.schema for version in log.schemas.latest())])
     return source
 
 
-def open_keeper(settings: PipelineSettings) -> Keeper:
+def open_maintenance(settings: PipelineSettings) -> LogMaintenance:
     """The one who keeps the log in order, for the tables that the settings name."""
-    forget_unwanted(settings)
-    return Keeper(settings.log.path, settings.log.keeping)
+    release_unwanted(settings)
+    return LogMaintenance(settings.log.path, settings.log.maintenance_policy)

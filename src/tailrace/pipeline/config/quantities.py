@@ -23,7 +23,7 @@ DURATION_HINT = "For example: `7d`; the units are s, min, h and d."
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 
 
-class Refused(ValueError):
+class InvalidQuantity(ValueError):
     """The text is no such quantity; says why, without quoting it, and `hint` says what would be one."""
 
     def __init__(self, why: str, hint: str) -> None:
@@ -35,7 +35,7 @@ def parse_size(text: str) -> int:
     """A number of bytes."""
     found = _parse(text, SIZE_UNITS, "is not a size", SIZE_HINT)
     if found > BYTES_MAX:
-        raise Refused("is more than any disk holds", SIZE_HINT)
+        raise InvalidQuantity("is more than any disk holds", SIZE_HINT)
     return int(found)
 
 
@@ -43,12 +43,12 @@ def parse_duration(text: str) -> float:
     """A number of seconds."""
     found = _parse(text, DURATION_UNITS, "is not a length of time", DURATION_HINT)
     if found > SECONDS_MAX:
-        raise Refused("is more than a hundred years", DURATION_HINT)
+        raise InvalidQuantity("is more than a hundred years", DURATION_HINT)
     return found
 
 
 def _parse(text: str, units: dict[str, int], why: str, hint: str) -> float:
     match = _QUANTITY.fullmatch(text.strip())
     if match is None or match[2].lower() not in units:
-        raise Refused(why, hint)
+        raise InvalidQuantity(why, hint)
     return float(match[1]) * units[match[2].lower()]

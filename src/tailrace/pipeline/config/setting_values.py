@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from tailrace.capture.postgres import address
 from tailrace.errors import ConfigError
 from tailrace.pipeline.config.document import Loc, Number
-from tailrace.pipeline.config.quantities import DURATION_HINT, SIZE_HINT, Refused, parse_duration, parse_size
+from tailrace.pipeline.config.quantities import DURATION_HINT, SIZE_HINT, InvalidQuantity, parse_duration, parse_size
 from tailrace.storage.objects import ENDPOINT, STORES_HINT, ObjectPath
 
 LOG_BYTES_MIN = 1 << 20
@@ -43,13 +43,13 @@ def _check_name(name: str) -> str:
 
 
 def _check_slot_name(name: str) -> str:
-    if not address.is_slot(name):
+    if not address.is_slot_name(name):
         raise refusal(f"must be {address.SLOT_FORM}", "For example: `slot: {name: tailrace_shop}`.")
     return name
 
 
 def _check_publication_name(name: str) -> str:
-    if not address.is_publication(name):
+    if not address.is_publication_name(name):
         raise refusal(f"must be {address.PUBLICATION_FORM}", "For example: `publication: {name: tailrace_shop}`.")
     return name
 
@@ -73,9 +73,9 @@ def _check_url(url: str) -> str:
         raise refusal(f"names {kind} (`{scheme}://`), which is not available yet", "Use a `postgresql://` source.")
     if scheme not in ("postgresql", "postgres"):
         raise refusal(f"begins with `{scheme}://`, which is no source we know", _URL_HINT)
-    wrong = address.wrong_with(url)
+    wrong = address.find_url_problem(url)
     if wrong is not None:
-        raise refusal(wrong.value, f"{_URL_HINT} {_ENCODE_HINT}" if wrong is address.Wrong.PORT else _ENCODE_HINT)
+        raise refusal(wrong.value, f"{_URL_HINT} {_ENCODE_HINT}" if wrong is address.UrlProblem.PORT else _ENCODE_HINT)
     return url
 
 
@@ -83,7 +83,7 @@ _BRACKETS = re.compile(r"\[!?\]?[^\]]*\]")
 """One `[…]` of a glob; as in fnmatch a `]` right after the opening stands for itself."""
 
 
-def splits(glob: str) -> Iterator[tuple[str, str]]:
+def split_glob(glob: str) -> Iterator[tuple[str, str]]:
     """Every way to read a glob as schema and table: at each dot that stands outside brackets."""
     hidden = _BRACKETS.sub(lambda found: "x" * len(found.group()), glob)
     for at, letter in enumerate(hidden):
@@ -102,7 +102,7 @@ def _check_brackets(glob: str) -> str:
 
 def _check_glob(glob: str) -> str:
     _check_brackets(glob)
-    found = list(splits(glob))
+    found = list(split_glob(glob))
     if not found:
         raise refusal(
             f"holds `{glob}`, which names no schema",
@@ -205,7 +205,7 @@ def _written(given: object, hint: str) -> str:
 def _check_size(given: object) -> int:
     try:
         size = parse_size(_written(given, SIZE_HINT))
-    except Refused as refused:
+    except InvalidQuantity as refused:
         raise refusal(f"{refused}", refused.hint) from None
     if size < LOG_BYTES_MIN:
         raise refusal("is less than 1 MiB", f"Was a unit forgotten? {SIZE_HINT}")
@@ -215,7 +215,7 @@ def _check_size(given: object) -> int:
 def _check_duration(given: object) -> float:
     try:
         return parse_duration(_written(given, DURATION_HINT))
-    except Refused as refused:
+    except InvalidQuantity as refused:
         raise refusal(f"{refused}", refused.hint) from None
 
 
@@ -284,9 +284,9 @@ Share = Annotated[float, BeforeValidator(_check_share)]
 Age = Annotated[float | None, BeforeValidator(lambda given: None if _is_none(given) else _check_duration(given))]
 Count = Annotated[int, BeforeValidator(_check_count)]
 Connections = Annotated[int, BeforeValidator(_check_connections)]
-Mode = Literal["initial", "always", "initial_only", "when_needed", "schema_only", "never"]
+LoadModeName = Literal["initial", "always", "initial_only", "when_needed", "schema_only", "never"]
 """When a table is loaded; docs/guides/loading.md says what each means."""
-Kept = Literal["mirror", "history", "append"]
+TableModeName = Literal["mirror", "history", "append"]
 """What a lake table holds; docs/guides/modes.md."""
 MetadataName = Literal["_op", "_seq", "_position", "_tx", "_tx_index", "_committed_at"]
 """As `tables.forms.METADATA`."""

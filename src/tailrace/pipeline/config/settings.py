@@ -23,7 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tailrace.errors import ConfigError
-from tailrace.model.policies import Policies, Policy
+from tailrace.model.policies import EvolutionPolicies, EvolutionPolicy
 from tailrace.pipeline.config import catalog_settings, transform_settings
 from tailrace.pipeline.config.catalog_settings import CatalogSettings
 from tailrace.pipeline.config.document import Document, Loc, Problem, dotted, read_text
@@ -38,18 +38,18 @@ from tailrace.pipeline.config.setting_values import (
     FileSize,
     Folder,
     Glob,
-    Kept,
     Limit,
+    LoadModeName,
     LogFolder,
     LongAgo,
     MetadataName,
-    Mode,
     Name,
     PrefixGlob,
     PublicationName,
     Share,
     Size,
     SlotName,
+    TableModeName,
     Template,
     Templates,
     Url,
@@ -58,18 +58,18 @@ from tailrace.pipeline.config.setting_values import (
     check_spark_setting,
     refusal,
     refuse,
-    splits,
+    split_glob,
 )
 from tailrace.storage.objects import ObjectPath
 from tailrace.transforms.rules import Transforms
 
 if TYPE_CHECKING:
     # Importing them costs an import of pyarrow, which `tailrace check` has no use for.
-    from tailrace.changelog.maintain.maintenance import Keeping
+    from tailrace.changelog.maintain.maintenance import MaintenancePolicy
     from tailrace.model.schema import TableId
     from tailrace.tables.delta.features import Features
-    from tailrace.tables.location import Layout
-    from tailrace.tables.spec import Form
+    from tailrace.tables.location import LakeLayout
+    from tailrace.tables.spec import TableSpec
 
 SEALS_PER_MAX_BYTES = 8
 """Only sealed commits can be let go, so a log with a limit seals before much of it is unsealed."""
@@ -173,21 +173,21 @@ class LogSettings(BaseModel):
         return self
 
     @property
-    def keeping(self) -> Keeping:
+    def maintenance_policy(self) -> MaintenancePolicy:
         """The same for the one who keeps the log in order."""
-        from tailrace.changelog.maintain.maintenance import Keeping
-        from tailrace.changelog.maintain.retention import Policy
+        from tailrace.changelog.maintain.maintenance import MaintenancePolicy
+        from tailrace.changelog.maintain.retention import RetentionPolicy
 
         seal_bytes = self.seal.bytes
         if self.max_bytes is not None:
             seal_bytes = min(seal_bytes, self.max_bytes // SEALS_PER_MAX_BYTES)
-        policy = Policy(age_seconds=self.retention.age, bytes=self.retention.bytes, max_bytes=self.max_bytes)
-        return Keeping(
+        policy = RetentionPolicy(age_seconds=self.retention.age, bytes=self.retention.bytes, max_bytes=self.max_bytes)
+        return MaintenancePolicy(
             seal_bytes=seal_bytes,
             seal_commits=self.seal.commits,
             seal_seconds=self.seal.age,
             grace_seconds=self.grace,
-            policy=policy,
+            retention=policy,
         )
 
 
@@ -207,8 +207,10 @@ class EvolutionSettings(BaseModel):
     partition: Literal["refresh", "stop"] = "refresh"
 
     @property
-    def policies(self) -> Policies:
-        return Policies(**{kind: Policy(said) for kind, said in self.model_dump(exclude_none=True).items()})
+    def policies(self) -> EvolutionPolicies:
+        return EvolutionPolicies(
+            **{kind: EvolutionPolicy(said) for kind, said in self.model_dump(exclude_none=True).items()}
+        )
 
 
 class UpkeepSettings(BaseModel):
@@ -221,11 +223,11 @@ class UpkeepSettings(BaseModel):
     remove_after: LongAgo = None
 
 
-class RuleSettings(BaseModel):
+class TableRuleSettings(BaseModel):
     """What some tables are to be; where it says nothing, what `tables` says for all counts."""
 
     model_config = _FROZEN
-    mode: Kept | None = None
+    mode: TableModeName | None = None
     soft_delete: bool | None = None
     metadata: tuple[MetadataName, ...] | None = None
     partition_by: Columns | None = None
@@ -237,7 +239,7 @@ class RuleSettings(BaseModel):
     columns: dict[str, Annotated[str, Field(min_length=1)]] = {}
 
     @model_validator(mode="after")
-    def _names_are_apart(self) -> RuleSettings:
+    def _names_are_apart(self) -> TableRuleSettings:
         refuse(self._names_that_meet())
         return self
 
@@ -260,12 +262,12 @@ class TablesSettings(BaseModel):
     catalog: CatalogSettings | None = None
     engine: Literal["delta-rs", "spark"] = "delta-rs"
     path: Folder
-    mode: Kept = "mirror"
+    mode: TableModeName = "mirror"
     soft_delete: bool = False
     metadata: tuple[MetadataName, ...] = ()
     partition_by: Columns = ()
     names: Templates = "{schema}/{table}"
-    rules: dict[Glob, RuleSettings] = {}
+    rules: dict[Glob, TableRuleSettings] = {}
     evolution: EvolutionSettings = EvolutionSettings()
     upkeep: UpkeepSettings = UpkeepSettings()
     on_bad_row: BadRow = "stop"
@@ -296,7 +298,7 @@ class TablesSettings(BaseModel):
             for name in ("deletion_vectors", "column_mapping"):
                 if getattr(said, name):
                     yield refusal("is not known to `format: iceberg`", "Remove it.", (*at, name))
-            name, template = ("name", said.name) if isinstance(said, RuleSettings) else ("names", said.names)
+            name, template = ("name", said.name) if isinstance(said, TableRuleSettings) else ("names", said.names)
             if template is not None and "/" not in template:
                 hint = "For example: `{schema}/{table}`."
                 yield refusal("has no namespace, which an Iceberg table needs", hint, (*at, name))
@@ -321,7 +323,7 @@ class TablesSettings(BaseModel):
                         (*at, name),
                     )
 
-    def _said(self) -> Iterator[tuple[Loc, TablesSettings | RuleSettings]]:
+    def _said(self) -> Iterator[tuple[Loc, TablesSettings | TableRuleSettings]]:
         """What is said for all tables, and for some, with the place where it stands."""
         yield (), self
         for glob, rule in self.rules.items():
@@ -336,30 +338,30 @@ class TablesSettings(BaseModel):
             column_mapping=self.column_mapping if rule.column_mapping is None else rule.column_mapping,
         )
 
-    def form_of(self, table: TableId) -> Form:
+    def spec_of(self, table: TableId) -> TableSpec:
         """The last pattern that matches decides; what it does not say, and without one, is as for all."""
-        from tailrace.tables.spec import DELETED, ICEBERG_DELETED, Form, TableMode
+        from tailrace.tables.spec import DELETED, ICEBERG_DELETED, TableMode, TableSpec
 
         rule = self._rule_of(table)
         mode = rule.mode or self.mode
         wanted = self.soft_delete if rule.soft_delete is None else rule.soft_delete
         soft_delete = wanted and mode == "mirror"
-        if keeps := transform_settings.holds_messages(self._transforms, table):
+        if keeps := transform_settings.is_message_table(self._transforms, table):
             transform_settings.refuse_modes(table, rule.mode, rule.soft_delete)
             mode, soft_delete = "mirror", False
         metadata = self.metadata if rule.metadata is None else rule.metadata
         partition_by = self.partition_by if rule.partition_by is None else rule.partition_by
-        return Form(
+        return TableSpec(
             mode=TableMode(mode),
             soft_delete=soft_delete,
             metadata=tuple(sorted(set(metadata))),
-            mark=ICEBERG_DELETED if soft_delete and self.format == "iceberg" else DELETED,
-            columns=tuple(sorted(rule.columns.items())),
+            deleted_column=ICEBERG_DELETED if soft_delete and self.format == "iceberg" else DELETED,
+            renamed_columns=tuple(sorted(rule.columns.items())),
             partition_by=tuple(rule.columns.get(name, name) for name in partition_by),
-            keeps=keeps,
+            holds_messages=keeps,
         )
 
-    def policies_of(self, table: TableId) -> Policies:
+    def policies_of(self, table: TableId) -> EvolutionPolicies:
         """The last pattern that matches decides; the kinds that it does not name are as for all."""
         said = self._rule_of(table).evolution
         return self.evolution.model_copy(update=said.model_dump(include=said.model_fields_set)).policies
@@ -367,19 +369,19 @@ class TablesSettings(BaseModel):
     def _name_of(self, table: TableId) -> str:
         return self._rule_of(table).name or self.names
 
-    def _rule_of(self, table: TableId) -> RuleSettings:
+    def _rule_of(self, table: TableId) -> TableRuleSettings:
         found = [rule for glob, rule in self.rules.items() if _glob_matches(glob, table)]
-        return found[-1] if found else RuleSettings()
+        return found[-1] if found else TableRuleSettings()
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> LakeLayout:
         """Where each table lies, and what it is."""
-        from tailrace.tables.location import Layout
+        from tailrace.tables.location import LakeLayout
 
-        return Layout(
+        return LakeLayout(
             root=self.path,
-            form_of=self.form_of,
-            name_of=self._name_of,
+            spec_of=self.spec_of,
+            path_template_of=self._name_of,
             pipeline=self._pipeline,
             engine=self.engine,
             features_of=self._features_of,
@@ -388,11 +390,11 @@ class TablesSettings(BaseModel):
         )
 
     @property
-    def by_spark(self) -> bool:
+    def written_by_spark(self) -> bool:
         """Whether one of Spark's connectors writes the tables."""
         return self.format == "iceberg" or self.engine == "spark"
 
-    def sets_aside(self, table: TableId) -> bool:
+    def dead_letters_enabled(self, table: TableId) -> bool:
         """Whether changes that the table cannot take are set aside; the last pattern that matches decides."""
         return (self._rule_of(table).on_bad_row or self.on_bad_row) == "dead-letter"
 
@@ -401,8 +403,8 @@ class LoadSettings(BaseModel):
     """How tables are read from the source: when, in which way, and how much of the source that may take."""
 
     model_config = _FROZEN
-    mode: Mode = "initial"
-    modes: dict[Glob, Mode] = {}
+    mode: LoadModeName = "initial"
+    modes: dict[Glob, LoadModeName] = {}
     way: Literal["auto", "exact", "chunked"] = "auto"
     connections: Connections = 2
     chunk: Size = 64 << 20
@@ -425,7 +427,7 @@ class LoadSettings(BaseModel):
         """The URL of the server to read from, with its password, if it is not the source itself."""
         return self.secret_standby.get_secret_value() if self.secret_standby else None
 
-    def mode_of(self, table: TableId) -> Mode:
+    def mode_of(self, table: TableId) -> LoadModeName:
         """The last pattern that matches decides; without one, `mode`."""
         found = [mode for glob, mode in self.modes.items() if _glob_matches(glob, table)]
         return found[-1] if found else self.mode
@@ -449,7 +451,7 @@ class PipelineSettings(BaseModel):
     tables: TablesSettings
     load: LoadSettings = LoadSettings()
     spark: SparkSettings = SparkSettings()
-    transforms: Annotated[Transforms, BeforeValidator(transform_settings.plain)] = Transforms()
+    transforms: Annotated[Transforms, BeforeValidator(transform_settings.with_plain_numbers)] = Transforms()
     file: Path
 
     @model_validator(mode="before")
@@ -462,7 +464,7 @@ class PipelineSettings(BaseModel):
         self.tables._pipeline, self.tables._transforms = self.name, self.transforms
         return self
 
-    def idle_patterns(self, tables: Collection[TableId]) -> list[str]:
+    def unmatched_patterns(self, tables: Collection[TableId]) -> list[str]:
         """Patterns that say something of some tables, and of none of these: probably of one that is misspelled."""
         said = [("tables.rules", glob) for glob in self.tables.rules]
         said += [("load.modes", glob) for glob in self.load.modes]
@@ -470,14 +472,14 @@ class PipelineSettings(BaseModel):
 
     def has(self, table: TableId) -> bool:
         """Whether a table in the lake, of which there is a record, is this pipeline's as its rules are now."""
-        return transform_settings.leaves(self.transforms, table, wanted=matches(self.source, table))
+        return transform_settings.may_have_rows(self.transforms, table, wanted=matches(self.source, table))
 
     @model_validator(mode="after")
     def _rules_can_be_kept(self) -> PipelineSettings:
-        for said, hint in transform_settings.refused_rules(self.transforms):
+        for said, hint in transform_settings.unsupported_rules(self.transforms):
             raise refusal(said, hint, ("transforms", "rules"))
         tables = [self.tables.on_bad_row, *(rule.on_bad_row for rule in self.tables.rules.values())]
-        if (rule := transform_settings.wants_letters(self.transforms)) and "dead-letter" not in tables:
+        if (rule := transform_settings.rule_with_dead_letters(self.transforms)) and "dead-letter" not in tables:
             said = f"has the rule `{rule}`, which sets rows aside, and the tables do not"
             hint = "Write `on_bad_row: dead-letter` under `tables`."
             raise refusal(said, hint, ("transforms", "rules"))
@@ -507,7 +509,7 @@ def _anchored(given: dict[str, Any]) -> dict[str, Any]:
         "file": file,
         "log": anchor({"path": log} if isinstance(log, (str, Path)) else log),
         "tables": anchor(given.get("tables")),
-        "transforms": transform_settings.anchored(given.get("transforms"), file.parent),
+        "transforms": transform_settings.with_key_paths(given.get("transforms"), file.parent),
     }
     return {key: value for key, value in anchored.items() if key in given}
 
@@ -546,13 +548,13 @@ def is_named(name: str, table: TableId) -> bool:
 def _glob_matches(glob: str, table: TableId) -> bool:
     return any(
         fnmatch.fnmatchcase(table.schema, schema) and fnmatch.fnmatchcase(table.name, name)
-        for schema, name in splits(glob)
+        for schema, name in split_glob(glob)
     )
 
 
-def names(source: SourceSettings, table: TableId) -> bool:
+def names_table(source: SourceSettings, table: TableId) -> bool:
     """Whether an entry of `tables` is this table's name, and no pattern."""
-    pairs = [pair for glob in source.tables for pair in splits(glob)]
+    pairs = [pair for glob in source.tables for pair in split_glob(glob)]
     return any((_literal(schema), _literal(name)) == (table.schema, table.name) for schema, name in pairs)
 
 
@@ -591,7 +593,7 @@ def check_settings(path: str | Path, environment: Mapping[str, str] = os.environ
 
 def _examine(file: Path, environment: Mapping[str, str]) -> tuple[PipelineSettings | None, list[Problem]]:
     text = read_text(file)
-    document = _Judged(environment, needs=_EXAMPLES[""], urls=_URLS)
+    document = _SettingsDocument(environment, needs=_EXAMPLES[""], urls=_URLS)
     if isinstance(text, Problem):
         return None, [text]
     document.parse(text)
@@ -629,7 +631,7 @@ _SHAPES: dict[Loc, type[BaseModel]] = {
 _NEVER: dict[Loc, str] = {("source", "type"): "Remove it: the `url` says what the source is, as `postgresql://…` does."}
 """Keys that people expect, and that there are not."""
 _URLS: tuple[Loc, ...] = (("source", "url"), ("load", "standby"))
-_MODES = ", ".join(get_args(Mode))
+_MODES = ", ".join(get_args(LoadModeName))
 _EXAMPLES = {
     "": "name, source, log and tables; docs/reference/configuration.md has an example",
     "name": "`name: shop`",
@@ -694,7 +696,7 @@ _WANTED = {
 
 def _keys(loc: Loc) -> list[str]:
     of_rule = loc[3:] if loc[:2] == ("tables", "rules") and len(loc) >= 3 else None
-    shape = RuleSettings if of_rule == () else _SHAPES.get(loc if of_rule is None else ("tables", *of_rule))
+    shape = TableRuleSettings if of_rule == () else _SHAPES.get(loc if of_rule is None else ("tables", *of_rule))
     fields = shape.model_fields.items() if shape else ()
     return [found.alias or name for name, found in fields if (shape, name) != (PipelineSettings, "file")]
 
@@ -715,7 +717,7 @@ def _folder_of(holder: object) -> Path | None:
     return found if isinstance(found, Path) else None
 
 
-class _Judged(Document):
+class _SettingsDocument(Document):
     """A document, and what the models say of it."""
 
     def add_unknown_key(self, loc: Loc) -> None:
@@ -735,7 +737,7 @@ class _Judged(Document):
 
     def add_refusal(self, detail: ErrorDetails) -> None:
         """Turn pydantic's refusal into a problem at the nearest thing that the file does say."""
-        loc = transform_settings.place(detail["loc"])
+        loc = transform_settings.loc_in_file(detail["loc"])
         if any(loc[: len(unread)] == unread for unread in self.unread):
             return
         if detail["type"] == "extra_forbidden":
@@ -756,7 +758,9 @@ class _Judged(Document):
         if detail["type"] == "too_short" and self.value(loc):
             return  # Pydantic counts only the globs that are well; the file does hold some.
         message = (
-            transform_settings.said(loc, detail) or context.get("message") or _WANTED.get(detail["type"], detail["msg"])
+            transform_settings.problem_text(loc, detail)
+            or context.get("message")
+            or _WANTED.get(detail["type"], detail["msg"])
         )
         if message == _WANTED["literal_error"]:
             message += f": there are {context['expected'].replace(' or ', ' and ')}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tailrace.errors import TableUnusable
 from tailrace.transforms import declaration
-from tailrace.transforms.rules import APART_HINT, KINDS, Outbox, Route, Transforms
+from tailrace.transforms.rules import DISTINCT_TABLES_HINT, RULE_TYPES, Outbox, Route, Transforms
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -28,11 +28,11 @@ EXAMPLES = {
     "transforms": "`transforms:` and below it, indented, `rules:`, and `keys:` where rules need some",
     "transforms.keys": "`keys: {main: {env: TAILRACE_KEY}}`, or `{file: /run/secrets/key}`",
     "transforms.rules": '`- {do: mask, tables: ["public.users"], columns: [email], keep_last: 4}`; '
-    f"`do` is one of {', '.join(KINDS)}",
+    f"`do` is one of {', '.join(RULE_TYPES)}",
 }
 
 
-def refused_rules(transforms: Transforms) -> Iterator[tuple[str, str]]:
+def unsupported_rules(transforms: Transforms) -> Iterator[tuple[str, str]]:
     """What a pipeline cannot do, in words, and what to do instead."""
     for rule in transforms.rules:
         if isinstance(rule, Outbox) and (len(rule.tables) > 1 or not rule.exact_tables):
@@ -50,17 +50,17 @@ def refused_rules(transforms: Transforms) -> Iterator[tuple[str, str]]:
                 "Name the tables, for a pipeline must know which there will be: `tables: [public.orders]`.",
             )
         if "{" not in rule.to and (len(rule.tables) > 1 or not rule.exact_tables):
-            yield f"has the rule `{rule.name}`, which would make one table of several", APART_HINT
+            yield f"has the rule `{rule.name}`, which would make one table of several", DISTINCT_TABLES_HINT
 
 
-def holds_messages(transforms: Transforms, table: TableId) -> bool:
+def is_message_table(transforms: Transforms, table: TableId) -> bool:
     """Whether the table is one that an outbox sends messages to."""
     boxes = [rule for rule in transforms.rules if isinstance(rule, Outbox)]
     if not boxes:
         return False
-    from tailrace.transforms.output_tables import may_make
+    from tailrace.transforms.output_tables import may_produce
 
-    return may_make(boxes, table)
+    return may_produce(boxes, table)
 
 
 def refuse_modes(table: TableId, mode: str | None, soft_delete: bool | None) -> None:
@@ -73,24 +73,24 @@ def refuse_modes(table: TableId, mode: str | None, soft_delete: bool | None) -> 
         )
 
 
-def leaves(transforms: Transforms, table: TableId, *, wanted: bool) -> bool:
+def may_have_rows(transforms: Transforms, table: TableId, *, wanted: bool) -> bool:
     """Whether rules leave rows in a table of this name. `wanted` says whether the source's own of this name is."""
-    from tailrace.transforms.output_tables import made_of, may_make
+    from tailrace.transforms.output_tables import may_produce, output_tables
 
-    return (wanted and table in made_of(transforms.rules, table)) or may_make(transforms.rules, table)
+    return (wanted and table in output_tables(transforms.rules, table)) or may_produce(transforms.rules, table)
 
 
-def wants_letters(transforms: Transforms) -> str | None:
+def rule_with_dead_letters(transforms: Transforms) -> str | None:
     """A rule that sets rows aside."""
     return next((rule.name for rule in transforms.rules if rule.on_error == "dead-letter"), None)
 
 
-def plain(given: Any) -> Any:
+def with_plain_numbers(given: Any) -> Any:
     """The same with numbers as numbers, exactly as they were written."""
     if isinstance(given, dict):
-        return {key: plain(value) for key, value in given.items()}
+        return {key: with_plain_numbers(value) for key, value in given.items()}
     if isinstance(given, list):
-        return [plain(value) for value in given]
+        return [with_plain_numbers(value) for value in given]
     text = getattr(given, "text", None)
     if not isinstance(text, str):
         return given
@@ -104,7 +104,7 @@ def plain(given: Any) -> Any:
         return text
 
 
-def anchored(transforms: Any, folder: Path) -> Any:
+def with_key_paths(transforms: Any, folder: Path) -> Any:
     """The same with the files of keys as the settings' folder knows them."""
     keys = transforms.get("keys") if isinstance(transforms, dict) else None
     if not isinstance(keys, dict):
@@ -119,20 +119,20 @@ def anchored(transforms: Any, folder: Path) -> Any:
     return {**transforms, "keys": {name: anchor(key) for name, key in keys.items()}}
 
 
-def place(loc: Loc) -> Loc:
+def loc_in_file(loc: Loc) -> Loc:
     """Where a value stands in the file."""
-    tagged = loc[:2] == ("transforms", "rules") and len(loc) > 3 and loc[3] in KINDS
+    tagged = loc[:2] == ("transforms", "rules") and len(loc) > 3 and loc[3] in RULE_TYPES
     return (*loc[:3], *loc[4:]) if tagged else loc
 
 
-def said(loc: Loc, detail: ErrorDetails) -> str | None:
+def problem_text(loc: Loc, detail: ErrorDetails) -> str | None:
     """What is wrong with a rule or a key; None: this is neither."""
-    return declaration.said(detail) if loc[:1] == ("transforms",) else None
+    return declaration.error_text(detail) if loc[:1] == ("transforms",) else None
 
 
 def keys_of(loc: Loc, rule: Any) -> list[str] | None:
     """The keys that a rule may have; None: this is no rule."""
     if loc[:2] != ("transforms", "rules") or len(loc) != 3 or not isinstance(rule, dict):
         return None
-    kind = KINDS.get(str(rule.get("do") or "null") if "do" in rule else "")
+    kind = RULE_TYPES.get(str(rule.get("do") or "null") if "do" in rule else "")
     return list(kind.model_fields) if kind else ["do"]

@@ -14,7 +14,7 @@ from functools import partial
 
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import TailraceError
-from tailrace.pipeline.loads.running_load import Load
+from tailrace.pipeline.loads.running_load import RunningLoad
 
 CHANGED_SECONDS = 10.0
 """Between two looks at a table."""
@@ -27,22 +27,22 @@ class FileWatch:
         self._source = source
         self._spawn = spawn
         self._looking = False
-        self._found: deque[Load] = deque()
+        self._found: deque[RunningLoad] = deque()
 
-    def changed(self, loads: Sequence[Load]) -> list[Load]:
+    def changed(self, loads: Sequence[RunningLoad]) -> list[RunningLoad]:
         """The loads whose tables were seen to lie in other files; looks again at those of `loads` where that is due."""
-        due = [load for load in loads if time.monotonic() >= load.looked_at + CHANGED_SECONDS]
+        due = [load for load in loads if time.monotonic() >= load.files_checked_at + CHANGED_SECONDS]
         if due and not self._looking:
             self._looking = True
             self._spawn(partial(self._look, due))
         return [self._found.popleft() for _ in range(len(self._found))]
 
-    def _look(self, loads: list[Load]) -> None:
+    def _look(self, loads: list[RunningLoad]) -> None:
         try:
             for load in loads:
-                load.looked_at = time.monotonic()
+                load.files_checked_at = time.monotonic()
                 with suppress(TailraceError):  # a source that is gone is heard of by those who read
-                    if not self._source.unchanged(load.seed.plan):
+                    if not self._source.is_unchanged(load.record.plan):
                         self._found.append(load)
         finally:
             self._looking = False

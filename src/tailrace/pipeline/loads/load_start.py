@@ -16,23 +16,23 @@ from dataclasses import replace
 
 from tailrace import failpoints
 from tailrace.capture.postgres.catalogue import SourceTable
-from tailrace.capture.postgres.chunks import Cut, Plan
+from tailrace.capture.postgres.chunks import ChunkKind, Plan
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.deadletters.store import Letters
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import SourceTableMissing, TableFailed, TableUnpublished, TailraceError, Unsupported
 from tailrace.model.evolution import same_version
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.config.settings import LoadSettings
-from tailrace.pipeline.loads.history_catch_up import carry_to
-from tailrace.pipeline.loads.load_commit import Run, land
-from tailrace.pipeline.loads.running_load import Load, Shared
+from tailrace.pipeline.loads.history_catch_up import plan_carry_over
+from tailrace.pipeline.loads.load_commit import RunTasks, commit_files
+from tailrace.pipeline.loads.running_load import RunningLoad, SharedSnapshot
 from tailrace.pipeline.report import LoadStatus, TableState
-from tailrace.pipeline.tables.registry import Lives, TableLife
-from tailrace.pipeline.tables.retention_holds import Holding
-from tailrace.tables.port import Cursor
-from tailrace.tables.table_paths import anothers, meet
-from tailrace.tasks.load_store import LoadMode, Seed, Wish
+from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.retention_holds import RetentionHolds
+from tailrace.tables.port import AppliedPosition
+from tailrace.tables.table_paths import folder_taken, overlap
+from tailrace.tasks.load_store import LoadMode, LoadRecord, LoadRequest
 
 log = logging.getLogger(__name__)
 
@@ -44,23 +44,23 @@ ALTERED_MAX = 20
 
 _GONE_HINT = "Was it dropped or renamed? If it is made again it is loaded; else check `source.tables`."
 
-Waiting = list[tuple[TableLife, Wish | None]]
-Planned = list[tuple[TableLife, Plan, Wish | None]]
+WaitingTables = list[tuple[ManagedTable, LoadRequest | None]]
+PlannedLoads = list[tuple[ManagedTable, Plan, LoadRequest | None]]
 
 
-class Beginning:
+class LoadStarter:
     """Begins loads, one lot after the other: it may have to wait for transactions that are open at the source."""
 
     def __init__(
         self,
         settings: LoadSettings,
         source: PostgresCapture,
-        lives: Lives,
-        holding: Holding,
+        lives: TableRegistry,
+        holding: RetentionHolds,
         *,
-        run: Run,
-        begun: Callable[[Load], None],
-        failed: Callable[[TableLife, TailraceError], None],
+        run: RunTasks,
+        begun: Callable[[RunningLoad], None],
+        failed: Callable[[ManagedTable, TailraceError], None],
         stopping: threading.Event,
     ) -> None:
         self._run = run
@@ -75,19 +75,19 @@ class Beginning:
         self._altered: dict[TableId, int] = {}
         self._followed = 0
         """How many tables the log had when all that there are were last followed."""
-        self.chunked: set[TableId] = set()
+        self.chunked_only: set[TableId] = set()
         """Tables that could not be read in one snapshot."""
 
     @property
-    def behind(self) -> bool:
+    def has_unseen_tables(self) -> bool:
         """Whether the log has tables that only rows tell of, and that nobody may have looked at yet."""
-        return self._source.makes_tables and self._followed < len(self._lives.log.schemas.latest())
+        return self._source.discovers_tables and self._followed < len(self._lives.log.schemas.latest())
 
-    def look(self) -> None:
+    def discover_tables(self) -> None:
         """See which tables the source has now: new ones are followed, failed ones tried again if a person wants it."""
-        wanted = self._lives.seeds.retries()  # first: whoever asks for it has mended the source before
-        known = self._lives.log.schemas.latest() if self._source.makes_tables else []
-        self._source.know(version.schema for version in known)
+        wanted = self._lives.load_store.retry_requests()  # first: whoever asks for it has mended the source before
+        known = self._lives.log.schemas.latest() if self._source.discovers_tables else []
+        self._source.learn_tables(version.schema for version in known)
         try:
             there = {table.table: table for table in self._source.tables()}
         except TailraceError:
@@ -100,13 +100,13 @@ class Beginning:
         """Tables may have been made, or renamed into what the settings name, since we last looked."""
         for life in list(self._lives.tables.values()):
             if life.table not in there and life.state is TableState.NEW:
-                life.gone = True
+                life.missing_at_source = True
                 life.fail(SourceTableMissing("the table is not there", table=life.table, hint=_GONE_HINT))
-            elif life.gone and life.table in there and life.state is TableState.FAILED:
-                life.gone, life.state, life.error, life.failures = False, TableState.NEW, None, 0
+            elif life.missing_at_source and life.table in there and life.state is TableState.FAILED:
+                life.missing_at_source, life.state, life.error, life.failures = False, TableState.NEW, None, 0
         for table, source in there.items():
             if (known := self._lives.tables.get(table)) is not None:
-                known.see(source)
+                known.update_from_source(source)
             else:
                 log.info("table found", extra={"table": str(table)})
                 self._lives.add(table, source, self._settings.mode_of(table))
@@ -116,22 +116,22 @@ class Beginning:
             life = self._lives.tables.get(table)
             if life is not None and life.state is TableState.FAILED and table in there:
                 log.info("table tried again", extra={"table": str(table)})
-                self._lives.again(life, there[table])
-            self._lives.seeds.retried(table)
+                self._lives.restart_table(life, there[table])
+            self._lives.load_store.clear_retry(table)
 
-    def begin(self, waiting: Waiting) -> None:
+    def start_loads(self, waiting: WaitingTables) -> None:
         """Begin a load of each; what cannot be begun has failed."""
-        planned: Planned = []
-        for life, wish in self._fed(waiting):
-            if wish is not None and wish.where is not None and self._lives.needs_all(life):
+        planned: PlannedLoads = []
+        for life, wish in self._published_only(waiting):
+            if wish is not None and wish.where is not None and self._lives.needs_full_load(life):
                 wish = replace(wish, where=None)  # a part would not do
             mode = self._settings.mode_of(life.table)
-            if wish is None and life.cursor is None and mode in ("schema_only", "never"):
+            if wish is None and life.applied_position is None and mode in ("schema_only", "never"):
                 self._make_empty(life, mode)
-            elif life.place.form.keeps and life.cursor is None and not life.once:
+            elif life.location.spec.holds_messages and life.applied_position is None and not life.load_only:
                 # What the log has of it may be gone at the source: that comes first, and then what is there.
                 if wish is None:
-                    self._lives.seeds.wish(Wish(table=life.table, mode=LoadMode.REFRESH))
+                    self._lives.load_store.add_request(LoadRequest(table=life.table, mode=LoadMode.REFRESH))
                 self._make_empty(life, "never")
             elif (plan := self._plan(life, wish)) is not None:
                 planned.append((life, plan, wish))
@@ -145,19 +145,23 @@ class Beginning:
                     for life, _, _ in some:
                         self._failed(life, error)
 
-    def _wants_chunked(self, life: TableLife) -> bool:
-        if self._settings.way == "exact" or life.place.form.exact:
+    def _wants_chunked(self, life: ManagedTable) -> bool:
+        if self._settings.way == "exact" or life.location.spec.needs_exact_load:
             return False
-        return self._settings.way == "chunked" or self._settings.standby is not None or life.table in self.chunked
+        return self._settings.way == "chunked" or self._settings.standby is not None or life.table in self.chunked_only
 
-    def _plan(self, life: TableLife, wish: Wish | None) -> Plan | None:
+    def _plan(self, life: ManagedTable, wish: LoadRequest | None) -> Plan | None:
         """Cut the table; before the snapshot is made, so that a rewrite in between is noticed."""
-        cut = Cut.PLACE if self._settings.way == "exact" or life.place.form.exact else Cut.EITHER
+        cut = (
+            ChunkKind.PLACE
+            if self._settings.way == "exact" or life.location.spec.needs_exact_load
+            else ChunkKind.EITHER
+        )
         if self._wants_chunked(life):
-            cut = Cut.KEY
+            cut = ChunkKind.KEY
         try:
             _refuse_meeting(life, self._lives)
-            life.place.look().refuse_foreign(life.table)
+            life.location.open_for_reading().refuse_foreign(life.table)
             plan = self._source.plan(life.table, cut, self._settings.chunk)
             if not plan.schema.columns:
                 self._refuse_unpublished(life.table)
@@ -179,67 +183,78 @@ class Beginning:
         if table in now and now[table].columns:
             raise _unpublished(table, self._source.settings.publication)
 
-    def _refuse_form(self, life: TableLife, schema: TableSchema, wish: Wish | None) -> None:
+    def _refuse_form(self, life: ManagedTable, schema: TableSchema, wish: LoadRequest | None) -> None:
         """Refuse what the table's form cannot be made of, and what would take away a past that it keeps."""
-        form = life.place.form
-        form.stored(schema)
+        form = life.location.spec
+        form.stored_schema(schema)
         if wish is not None and wish.where is not None:
-            form.refuse_part(life.table)
-        elif form.retains:
-            carry_to(self._lives, life, schema, asked=wish is not None)
+            form.refuse_partial_load(life.table)
+        elif form.keeps_past:
+            plan_carry_over(self._lives, life, schema, asked=wish is not None)
 
-    def _begin_exact(self, planned: Planned) -> None:
+    def _begin_exact(self, planned: PlannedLoads) -> None:
         self._show_waiting(planned, "exact")
         for life, _, _ in planned:
-            if life.place.form.exact:
+            if life.location.spec.needs_exact_load:
                 with life.lock:  # what is under way ends before the snapshot's point
-                    life.halted = life.cursor is not None
+                    life.apply_suspended = life.applied_position is not None
         snapshot = self._source.snapshot().__enter__()
-        shared = Shared(snapshot, users=1)  # ourselves, until all have begun
-        begun: list[Load] = []
+        shared = SharedSnapshot(snapshot, users=1)  # ourselves, until all have begun
+        begun: list[RunningLoad] = []
         try:
-            self._lives.grow()
+            self._lives.refresh_index()
             for life, plan, wish in self._as_planned(planned):
-                seed = Seed(plan=plan, point=snapshot.point, wish=wish, form=life.place.form)
+                seed = LoadRecord(plan=plan, snapshot_position=snapshot.position, request=wish, spec=life.location.spec)
                 self._record(life, seed)
-                shared.join()
-                begun.append(Load(life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=shared))
+                shared.acquire()
+                begun.append(
+                    RunningLoad(
+                        managed=life, record=seed, unread_chunks=deque(plan.chunks), staged={}, shared_snapshot=shared
+                    )
+                )
                 self._begun(begun[-1])
         finally:
-            shared.leave()
+            shared.release()
             if self._stopping.is_set():  # whoever lets go of snapshots may have done so before these had begun
                 for load in begun:
-                    load.leave_snapshot()
-        self._holding.say(now=True)
+                    load.release_snapshot()
+        self._holding.publish(now=True)
 
-    def _begin_chunked(self, planned: Planned) -> None:
+    def _begin_chunked(self, planned: PlannedLoads) -> None:
         self._show_waiting(planned, "chunked")
         # What comes while we wait is after the floor, and the floor is not known yet: hold from where the log is.
-        self._lives.grow()
+        self._lives.refresh_index()
         for life, _, _ in planned:
-            life.loading = self._lives.cursor_at(self._lives.index.position)
-        self._holding.say(now=True)
-        noted = self._source.begin_chunks(self._stopping.is_set)
+            life.load_floor = self._lives.applied_position_at(self._lives.index.position)
+        self._holding.publish(now=True)
+        noted = self._source.wait_for_writers(self._stopping.is_set)
         if noted is None:  # told to stop
             return
         for life, plan, wish in self._as_planned(planned):
-            seed = Seed(plan=plan, point=None, noted=noted, wish=wish, form=life.place.form)
+            seed = LoadRecord(plan=plan, snapshot_position=None, barrier=noted, request=wish, spec=life.location.spec)
             self._record(life, seed)
             self._begun(
-                Load(life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=None, at_least=noted.upto)
+                RunningLoad(
+                    managed=life,
+                    record=seed,
+                    unread_chunks=deque(plan.chunks),
+                    staged={},
+                    shared_snapshot=None,
+                    barrier_position=noted.ceiling,
+                )
             )
 
-    def _as_planned(self, planned: Planned) -> Planned:
+    def _as_planned(self, planned: PlannedLoads) -> PlannedLoads:
         """Those that were not altered until the point the replay starts at; what was written to the others since is not
         replayed, so they begin again."""
         now = self._source.describe(life.table for life, _, _ in planned)
-        found: Planned = []
+        found: PlannedLoads = []
         for life, plan, wish in planned:
             if life.table in now and same_version(plan.schema, now[life.table]):
                 self._altered.pop(life.table, None)
                 found.append((life, plan, wish))
                 continue
-            life.loading, life.load, life.halted = None, None, False
+            life.load_floor, life.load_status, life.apply_suspended = None, None, False
             self._altered[life.table] = self._altered.get(life.table, 0) + 1
             log.info("load begins again: the table was altered", extra={"table": str(life.table)})
             if self._altered[life.table] >= ALTERED_MAX:
@@ -254,51 +269,55 @@ class Beginning:
                 )
         return found
 
-    def _record(self, life: TableLife, seed: Seed) -> None:
-        life.loading = self._lives.cursor_at(seed.floor)
-        self._lives.seeds.begin(seed)
+    def _record(self, life: ManagedTable, seed: LoadRecord) -> None:
+        life.load_floor = self._lives.applied_position_at(seed.log_needed_after)
+        self._lives.load_store.begin(seed)
         failpoints.hit("load.planned")
         log.info(
             "load begun", extra={"table": str(life.table), "chunks": len(seed.plan.chunks), "cut": seed.plan.cut.value}
         )
 
-    def _make_empty(self, life: TableLife, mode: str) -> None:
+    def _make_empty(self, life: ManagedTable, mode: str) -> None:
         """A table that is never loaded begins empty: now, or where the log begins."""
         try:
             _refuse_meeting(life, self._lives)
-            plan = self._source.plan(life.table, Cut.PLACE, self._settings.chunk)
-            self._lives.grow()
-            since = self._lives.since(life.table)
-            here = self._lives.cursor_at(max(self._lives.index.position, since or ZERO))
-            begin = self._lives.cursor_at(since) if since is not None else Cursor(seq=0, commit=0, position=ZERO)
+            plan = self._source.plan(life.table, ChunkKind.PLACE, self._settings.chunk)
+            self._lives.refresh_index()
+            since = self._lives.complete_from(life.table)
+            here = self._lives.applied_position_at(max(self._lives.index.position, since or ZERO))
+            begin = (
+                self._lives.applied_position_at(since)
+                if since is not None
+                else AppliedPosition(seq=0, commit=0, position=ZERO)
+            )
             cursor = begin if mode == "never" else here
             schema = plan.schema
-            if life.place.form.keeps:
-                cursor = self._lives.kept_from(schema, cursor)
-                schema = self._lives.shape_after(schema, cursor)
+            if life.location.spec.holds_messages:
+                cursor = self._lives.skip_trimmed(schema, cursor)
+                schema = self._lives.schema_after(schema, cursor)
             # By this name it is on record where rows of it were read that changes build on.
             cursor = replace(cursor, load=(load := uuid.uuid4().hex[:12]))
-            self._lives.seeds.remember(load, cursor.position)
-            letters = Letters(self._lives.log.path, life.table)
-            if letters.any:  # of a lake table that was elsewhere, or is no more
+            self._lives.load_store.record_ahead_range(load, cursor.position)
+            letters = DeadLetterStore(self._lives.log.path, life.table)
+            if letters.has_any:  # of a lake table that was elsewhere, or is no more
                 letters.before_load(load, whole=True, now=None, seq=cursor.seq)
-            land(self._run, life, schema, (), cursor)
+            commit_files(self._run, life, schema, (), cursor)
         except TailraceError as error:
             self._failed(life, error)
             return
         life.state = TableState.CATCHING_UP
-        life.moved(cursor, schema)
+        life.record_commit(cursor, schema)
 
-    def _fed(self, waiting: Waiting) -> Waiting:
+    def _published_only(self, waiting: WaitingTables) -> WaitingTables:
         """Those that are published."""
         try:
-            published = self._source.published()
+            published = self._source.publications_by_table()
         except TailraceError as error:
             for life, _ in waiting:
                 self._failed(life, error)
             return []
         settings = self._source.settings
-        fed: Waiting = []
+        fed: WaitingTables = []
         for life, wish in waiting:
             own = settings.publication_create and life.insert_only
             wanted = settings.publication_inserts if own else settings.publication
@@ -309,9 +328,9 @@ class Beginning:
                 self._failed(life, _unpublished(life.table, wanted))
         return fed
 
-    def _show_waiting(self, planned: Planned, way: str) -> None:
+    def _show_waiting(self, planned: PlannedLoads, way: str) -> None:
         for life, plan, wish in planned:
-            life.load = LoadStatus(
+            life.load_status = LoadStatus(
                 stage="waiting",
                 way=way,
                 mode=wish.mode.value if wish else LoadMode.REPLACE.value,
@@ -320,11 +339,11 @@ class Beginning:
             )
 
 
-def _refuse_meeting(life: TableLife, lives: Lives) -> None:
+def _refuse_meeting(life: ManagedTable, lives: TableRegistry) -> None:
     """Refuse to make a table where another one is, or is to be."""
-    for other in list(lives.tables.values()) if life.cursor is None else ():
-        if other is not life and meet(other.place.path, life.place.path):
-            raise anothers(life.place.path, other.table, life.table)
+    for other in list(lives.tables.values()) if life.applied_position is None else ():
+        if other is not life and overlap(other.location.path, life.location.path):
+            raise folder_taken(life.location.path, other.table, life.table)
 
 
 def _unpublished(table: TableId, publication: str) -> TableUnpublished:

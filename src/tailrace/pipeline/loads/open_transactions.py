@@ -15,7 +15,7 @@ WAITING_SECONDS = 5.0
 """Before the first look at whose they are, and between two."""
 
 
-class Waits:
+class OpenTransactionWatch:
     """Asked again and again while loads may be waiting; looks at the source only where that takes a while."""
 
     def __init__(self, source: PostgresCapture) -> None:
@@ -23,7 +23,7 @@ class Waits:
         self._due: float | None = None
         self._said: str | None = None
 
-    def told(self, waiting: bool) -> str | None:
+    def describe(self, waiting: bool) -> str | None:
         """How many transactions are waited for and whose the oldest is, as far as that is known."""
         now = time.monotonic()
         if not waiting:

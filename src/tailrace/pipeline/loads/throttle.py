@@ -42,9 +42,9 @@ class Throttle:
             return
         began = time.monotonic()
         self._probe()
-        self.heard(time.monotonic() - began)
+        self.record_answer(time.monotonic() - began)
 
-    def heard(self, seconds: float) -> None:
+    def record_answer(self, seconds: float) -> None:
         """An answer took so long."""
         with self._lock:
             self._best = min(self._best, seconds)

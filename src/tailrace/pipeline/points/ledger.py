@@ -46,13 +46,13 @@ class Absence:
     """and a few words, or the code of its error."""
 
     @property
-    def passing(self) -> bool:
+    def is_temporary(self) -> bool:
         """Whether the table goes on, and will be with the others again by itself."""
         return self.state in (TableState.LIVE.value, TableState.CATCHING_UP.value)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class ConsistentPoint:
     """The version of every table that is at one commit of the log."""
 
     commit: int
@@ -63,7 +63,7 @@ class Point:
     versions: Mapping[TableId, int]
     missing: Mapping[TableId, Absence] = field(default_factory=dict)
     """The tables that have none there."""
-    identities: Mapping[TableId, str] = field(default_factory=dict)
+    lake_table_ids: Mapping[TableId, str] = field(default_factory=dict)
     """Which table each version is of; points noted before that was asked do not say."""
 
     @property
@@ -78,15 +78,15 @@ class Ledger:
         self._folder = log / FOLDER
         self._file: LogPath | None = None
         self._count = 0
-        self._last: Point | None = None
+        self._last: ConsistentPoint | None = None
         self._newest: int | None = None
 
     @property
-    def last(self) -> Point | None:
+    def last(self) -> ConsistentPoint | None:
         """The point that was last noted, by us."""
         return self._last
 
-    def note(self, point: Point) -> None:
+    def record(self, point: ConsistentPoint) -> None:
         """Add a point, if it says anything new. Whoever cannot write it goes on without."""
         file, before = self._file, self._last
         if file is not None and before is not None and _says_the_same(point, before):
@@ -104,22 +104,22 @@ class Ledger:
             files.append(file, _line(point, before))
             self._file, self._last, self._count = file, point, self._count + 1
 
-    def points(self) -> Iterator[Point]:
+    def points(self) -> Iterator[ConsistentPoint]:
         """All of them, oldest first."""
         for path in self._files():
             yield from _read(path)
 
-    def at(self, *, position: Lsn | None = None, committed_at: int | None = None) -> Point:
+    def at(self, *, position: Lsn | None = None, committed_at: int | None = None) -> ConsistentPoint:
         """The last point at or before a position or a time; without either, the last of all. If tables are missing from
         it only in passing, one of those shortly before that lacks fewer."""
         begun = {path: point for path in self._files() if (point := next(_read(path), None)) is not None}
         names, first = list(begun), list(_rising(begun.values()))
 
-        def is_after(point: Point) -> bool:
+        def is_after(point: ConsistentPoint) -> bool:
             too_far = position is not None and point.position > position
             return too_far or (committed_at is not None and point.committed_at > committed_at)
 
-        near: list[Point] = []
+        near: list[ConsistentPoint] = []
         for place in reversed(range(bisect.bisect_left(first, True, key=is_after))):
             points = _rising(_read(names[place]), first[place].committed_at)
             near += reversed([point for point in points if not is_after(point)])
@@ -127,7 +127,7 @@ class Ledger:
                 break
         if near:
             last = near[0]
-            wanted = last.versions.keys() | {table for table, absence in last.missing.items() if absence.passing}
+            wanted = last.versions.keys() | {table for table, absence in last.missing.items() if absence.is_temporary}
             # What a point before lacks counts whatever the reason was then. Of several, the newest.
             return min(near[:NEAR_POINTS], key=lambda point: len(wanted & point.missing.keys()))
         if not first:
@@ -158,25 +158,25 @@ class Ledger:
                 path.unlink()
 
 
-def _rising(points: Iterable[Point], newest: int = 0) -> Iterator[Point]:
+def _rising(points: Iterable[ConsistentPoint], newest: int = 0) -> Iterator[ConsistentPoint]:
     """The points with times that do not go back: such as were noted before that was seen to may do so."""
     for point in points:
         newest = max(newest, point.committed_at)
         yield replace(point, committed_at=newest)
 
 
-def _says_the_same(point: Point, before: Point) -> bool:
+def _says_the_same(point: ConsistentPoint, before: ConsistentPoint) -> bool:
     return _all_of(point) == _all_of(before)
 
 
-def _all_of(point: Point) -> tuple[object, ...]:
-    return dict(point.versions), dict(point.missing), dict(point.identities)
+def _all_of(point: ConsistentPoint) -> tuple[object, ...]:
+    return dict(point.versions), dict(point.missing), dict(point.lake_table_ids)
 
 
-def _line(point: Point, before: Point | None) -> bytes:
+def _line(point: ConsistentPoint, before: ConsistentPoint | None) -> bytes:
     versions = before.versions if before is not None else {}
     missing = before.missing if before is not None else {}
-    identities = before.identities if before is not None else {}
+    identities = before.lake_table_ids if before is not None else {}
     stored = {
         "commit": point.commit,
         "position": str(point.position),
@@ -194,7 +194,9 @@ def _line(point: Point, before: Point | None) -> bytes:
         ],
         "found": _names(missing.keys() - point.missing.keys()),
         "identities": [
-            [table.schema, table.name, own] for table, own in point.identities.items() if identities.get(table) != own
+            [table.schema, table.name, own]
+            for table, own in point.lake_table_ids.items()
+            if identities.get(table) != own
         ],
     }
     text = json.dumps(stored).encode()
@@ -205,9 +207,9 @@ def _names(tables: Iterable[TableId]) -> list[list[str]]:
     return [[table.schema, table.name] for table in tables]
 
 
-def _read(path: LogPath) -> Iterator[Point]:
+def _read(path: LogPath) -> Iterator[ConsistentPoint]:
     versions, missing, identities = dict[TableId, int](), dict[TableId, Absence](), dict[TableId, str]()
-    with suppress(OSError), files.opened(path) as stream:
+    with suppress(OSError), files.open_for_reading(path) as stream:
         for line in stream:
             crc, _, text = line.rstrip(b"\n").partition(b" ")
             if not line.endswith(b"\n") or f"{zlib.crc32(text):08x}".encode() != crc:
@@ -223,11 +225,11 @@ def _read(path: LogPath) -> Iterator[Point]:
             for schema, name in stored.get("found", []):
                 missing.pop(TableId(schema, name), None)
             identities |= {TableId(schema, name): own for schema, name, own in stored.get("identities", [])}
-            yield Point(
+            yield ConsistentPoint(
                 commit=stored["commit"],
                 position=Lsn.parse(stored["position"]),
                 committed_at=stored["committed_at"],
                 versions=dict(versions),
                 missing=dict(missing),
-                identities=dict(identities),
+                lake_table_ids=dict(identities),
             )

@@ -14,25 +14,30 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from tailrace.capture.postgres.catalogue import SourceTable
-from tailrace.changelog.format.coverage import Published
+from tailrace.changelog.format.coverage import Coverage
 from tailrace.changelog.format.gaps import Gap
 from tailrace.changelog.read.index import LogIndex, Slice
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.changelog.read.row_steps import after_position
+from tailrace.changelog.read.row_steps import rows_after_position
 from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TailraceError
-from tailrace.model.evolution import is_news
-from tailrace.model.policies import POLICIES, Policies
+from tailrace.model.evolution import is_newer_version
+from tailrace.model.policies import DEFAULT_POLICIES, EvolutionPolicies
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
-from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
-from tailrace.pipeline.tables.resume_checks import refuse_ahead, refuse_lost_identity, saw_too_little, stops_at_another
-from tailrace.tables.evolve.schema_plan import Recast, Refresh, Step, ValueOf, no_value, plan
-from tailrace.tables.location import Layout, Place
-from tailrace.tables.port import Cursor
-from tailrace.tables.position_errors import not_loaded, put_back
+from tailrace.pipeline.report import LoadResult, LoadStatus, TableState
+from tailrace.pipeline.tables.resume_checks import (
+    has_missed_updates,
+    refuse_ahead,
+    refuse_lost_identity,
+    stops_at_recreated,
+)
+from tailrace.tables.evolve.schema_plan import EvolutionStep, ParseValue, Recast, ReloadNeeded, no_value, plan_evolution
+from tailrace.tables.location import LakeLayout, TableLocation
+from tailrace.tables.port import AppliedPosition
+from tailrace.tables.position_errors import not_loaded, table_went_back
 from tailrace.tables.schema_errors import RELOAD_HINT
-from tailrace.tables.table_paths import anothers
-from tailrace.tasks.load_store import Seed, Seeds
+from tailrace.tables.table_paths import folder_taken
+from tailrace.tasks.load_store import LoadRecord, LoadStore
 
 log = logging.getLogger(__name__)
 
@@ -48,42 +53,42 @@ NOT_PUBLISHED = "its changes were not published for a while"
 RECALL_SECONDS = 5.0
 RETRIES_MAX = 7
 """Of a table whose failure may pass by itself, before it counts as failed."""
-DOUBT_SECONDS = 30.0
+OUTCOME_UNKNOWN_SECONDS = 30.0
 """After a job of Spark's has broken off, until none of its tasks can be at work any more: Spark ends them, and does not
 wait for that."""
 
 
 @dataclass
-class TableLife:
+class ManagedTable:
     """One table: where it stands, and why it stands still if it does."""
 
     table: TableId
-    place: Place
+    location: TableLocation
     state: TableState = TableState.NEW
-    cursor: Cursor | None = None
-    loading: Cursor | None = None
+    applied_position: AppliedPosition | None = None
+    load_floor: AppliedPosition | None = None
     """Where the load that is under way will stand at the earliest; what the log has after it must be kept."""
-    load: LoadStatus | None = None
+    load_status: LoadStatus | None = None
     """How that load stands."""
-    last_load: LoadDone | None = None
+    last_load: LoadResult | None = None
     loaded_at: int | None = None
     """The source's time when all of that had been read, in µs since 1970; None: not known."""
-    replay: str | None = None
+    catch_up_load: str | None = None
     """The load whose chunks the log has not passed yet: until then rows may be newer than the position says."""
-    healing: bool = False
+    repairing: bool = False
     """Whether a row was read again that changes build on, and the log has not passed that yet: the same holds then."""
-    halted: bool = False
+    apply_suspended: bool = False
     """Whether it goes no further, because a load is under way that must find it where its own snapshot is."""
-    gone: bool = False
+    missing_at_source: bool = False
     """Whether the source does not have it any more, and it was never loaded."""
-    once: bool = False
+    load_only: bool = False
     """Whether its changes are not applied: it is loaded, and that is all."""
-    rereads: bool = False
+    may_refetch: bool = False
     """Whether rows may be missing that changes build on, because none were ever loaded."""
-    shape: TableSchema | None = None
-    announced: Announced | None = None
+    schema: TableSchema | None = None
+    pending_schema: PendingSchema | None = None
     """What the catalogue showed last, until the table is that."""
-    refresh: str | None = None
+    reload_reason: str | None = None
     """Why the table must be loaded anew although the log has all that it lacks."""
     error: TailraceError | None = None
     """What it fails at or waits for. Others look without the lock, and one that has failed always says why: so this is
@@ -96,16 +101,16 @@ class TableLife:
     rows_estimated: int | None = None
     rows_loaded: int = 0
     note: str | None = None
-    trouble: str | None = None
+    reload_error: str | None = None
     """Why a load of a table that goes on came to nothing, until one lands."""
-    version: int | None = None
+    lake_version: int | None = None
     """The lake table's own number of the version that has this cursor; None: it was not asked for yet."""
-    identity: str | None = None
+    lake_table_id: str | None = None
     """Which lake table that version is of; None as well."""
-    doubted_until: float = 0.0
+    outcome_unknown_until: float = 0.0
     """Until when a task may still commit that nobody hears of, because its job broke off, by the monotonic clock; from
     then on it is the table itself that says where it stands. 0: there is none."""
-    untended: int = 0
+    commits_since_compaction: int = 0
     """Commits since its files were last looked after."""
     bytes_changed: int = 0
     bytes_written: int = 0
@@ -116,11 +121,11 @@ class TableLife:
     """Held by whoever is applying to the table, or takes it out of those that go on."""
 
     @property
-    def mixed(self) -> bool:
+    def ahead_of_position(self) -> bool:
         """Whether rows may be newer than the position says."""
-        return self.replay is not None or self.healing
+        return self.catch_up_load is not None or self.repairing
 
-    def see(self, source: SourceTable) -> None:
+    def update_from_source(self, source: SourceTable) -> None:
         """What the source says of it now."""
         self.note, self.insert_only = source.identity_note, source.identity is Identity.NONE
 
@@ -138,84 +143,84 @@ class TableLife:
         elif told:
             log.warning("table tried again", extra={"table": str(self.table), "code": error.code})
 
-    def fall_back(self, state: TableState, error: TailraceError | None) -> None:
+    def restore_state(self, state: TableState, error: TailraceError | None) -> None:
         """Be what it was before a load that came to nothing; what it stood still for then it stands still for again."""
-        if state.broken:
+        if state.is_blocked:
             self.error = error
         self.state = state
 
-    def wait(self, error: TailraceError, seconds: float) -> None:
+    def defer(self, error: TailraceError, seconds: float) -> None:
         """What it needs cannot be had now, however often that is; the table is left alone for a while."""
         if self.error is None or self.error.code != error.code:
             log.warning("table waits", extra={"table": str(self.table), "code": error.code, "reason": error.message})
         self.error, self.not_before = error, time.monotonic() + seconds
 
-    def doubt(self) -> None:
+    def mark_outcome_unknown(self) -> None:
         """A task was at work on the table, and how far it came is not known: its worker was killed, say."""
-        self.doubted_until, self.version = time.monotonic() + DOUBT_SECONDS, None
+        self.outcome_unknown_until, self.lake_version = time.monotonic() + OUTCOME_UNKNOWN_SECONDS, None
 
-    def needs_snapshot(self) -> None:
+    def mark_needs_snapshot(self) -> None:
         """What it must be loaded anew for stands; a person decides when."""
         self.state = TableState.NEEDS_SNAPSHOT
         self.error = SchemaChanged(
-            "the table must be loaded anew", table=self.table, why=self.refresh, hint=RELOAD_HINT
+            "the table must be loaded anew", table=self.table, why=self.reload_reason, hint=RELOAD_HINT
         )
 
-    def moved(self, cursor: Cursor, shape: TableSchema, version: int | None = None) -> None:
+    def record_commit(self, cursor: AppliedPosition, shape: TableSchema, version: int | None = None) -> None:
         """The table's own commit now says this."""
-        self.error, self.failures, self.refresh, self.not_before = None, 0, None, 0.0
-        self.stands(cursor, shape, version)
+        self.error, self.failures, self.reload_reason, self.not_before = None, 0, None, 0.0
+        self.set_applied_position(cursor, shape, version)
 
-    def stands(self, cursor: Cursor, shape: TableSchema, version: int | None = None) -> None:
+    def set_applied_position(self, cursor: AppliedPosition, shape: TableSchema, version: int | None = None) -> None:
         """Where the table is; whether it goes on from there is another matter."""
-        self.cursor, self.version, self.doubted_until = cursor, version, 0.0
+        self.applied_position, self.lake_version, self.outcome_unknown_until = cursor, version, 0.0
         if version is None:  # it may have been made anew
-            self.identity = None
-        if self.shape is None or not self.shape.same_as(shape):
-            self.shape, self.announced = shape, None  # what was seen beside the shape of before says nothing now
+            self.lake_table_id = None
+        if self.schema is None or not self.schema.same_with_facts(shape):
+            self.schema, self.pending_schema = shape, None  # what was seen beside the shape of before says nothing now
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ApplyRange:
     """Slices of the log that a table can take in one commit, and where that brings it; or a recast of the table, that
     comes before them."""
 
     slices: tuple[Slice, ...]
-    cursor: Cursor
+    position_after: AppliedPosition
     recast: Recast | None = None
-    upto: Lsn | None = None
+    until: Lsn | None = None
     """Where it ends, if that is inside the last slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Announced:
+class PendingSchema:
     """A shape that the source's catalogue showed, and a position at or after whatever made it so."""
 
-    shape: TableSchema
+    schema: TableSchema
     horizon: Lsn
-    instead_of: TableSchema
+    compared_with: TableSchema
     """What the table was when the catalogue was asked; if that very one is no longer so, it must be asked again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ahead:
+class BatchEnd:
     """What one micro-batch is to do."""
 
     end: int
     """The commit that it ends on."""
-    limited: bool
+    has_backlog: bool
     """Whether the log has more already, which would be too much at once."""
 
 
-class Lives:
+class TableRegistry:
     """The tables of a pipeline beside the log they are fed from."""
 
     def __init__(
         self,
         log_reader: ChangeLog,
-        layout: Layout,
-        policies_of: Callable[[TableId], Policies] = lambda _: POLICIES,
-        value_of: ValueOf = no_value,
+        layout: LakeLayout,
+        policies_of: Callable[[TableId], EvolutionPolicies] = lambda _: DEFAULT_POLICIES,
+        value_of: ParseValue = no_value,
         *,
         until: Lsn | None = None,
         tells: bool = True,
@@ -225,189 +230,209 @@ class Lives:
         """Whether what becomes of tables is logged; who only looks shows it himself."""
         self._until = until
         """What the source had discarded after this counts for nothing, since no table is to come there."""
-        self._read_published: tuple[int, Published] | None = None
+        self._read_published: tuple[int, Coverage] | None = None
         """And up to which commit that is whole."""
         self.index = LogIndex(log_reader)
-        self.seeds = Seeds(log_reader.path)
-        self._recorded: tuple[float, list[Seed]] | None = None
+        self.load_store = LoadStore(log_reader.path)
+        self._recorded: tuple[float, list[LoadRecord]] | None = None
         self._layout = layout
         self.policies_of, self.value_of = policies_of, value_of
         self._growing = threading.Lock()
-        self.tables: dict[TableId, TableLife] = {}
+        self.tables: dict[TableId, ManagedTable] = {}
         self.waiting_for: str | None = None
         """What loads that have not begun wait for, as far as that is known."""
 
-    def grow(self) -> int:
+    def refresh_index(self) -> int:
         """Take in what the log has got; its newest commit."""
         with self._growing:
             self.index.grow()
-            return self.index.commit
+            return self.index.last_commit
 
-    def ahead(self, after: int) -> Ahead:
+    def next_batch_end(self, after: int) -> BatchEnd:
         """Take in what the log has got; the commit up to which one micro-batch goes."""
         with self._growing:
             self.index.grow()
-            end = self.index.bounded(after, ROWS_PER_BATCH_MAX)
-            return Ahead(end=end, limited=end < self.index.commit)
+            end = self.index.furthest_commit(after, ROWS_PER_BATCH_MAX)
+            return BatchEnd(end=end, has_backlog=end < self.index.last_commit)
 
-    def add(self, table: TableId, source: SourceTable | None = None, mode: str = "initial") -> TableLife:
+    def add(self, table: TableId, source: SourceTable | None = None, mode: str = "initial") -> ManagedTable:
         """Begin to follow a table from what its own commit says."""
         folder = self._layout.root / table.schema / table.name  # until it is known whether that can be one
-        life = TableLife(table, Place(path=folder, log_id=self.log.log_id))
-        life.once, life.rereads = mode == "initial_only", mode in ("schema_only", "never")
+        life = ManagedTable(table, TableLocation(path=folder, log_id=self.log.log_id))
+        life.load_only, life.may_refetch = mode == "initial_only", mode in ("schema_only", "never")
         if source is not None:
             life.rows_estimated = source.rows_estimated
-            life.see(source)
+            life.update_from_source(source)
         self._stand(life, source)
         self.tables[table] = life  # only now: others look at it as soon as it is here
         return life
 
-    def again(self, life: TableLife, source: SourceTable) -> None:
+    def restart_table(self, life: ManagedTable, source: SourceTable) -> None:
         """Look anew where a failed table stands, as at a start."""
         with life.lock:
-            life.see(source)
+            life.update_from_source(source)
             life.state = TableState.NEW
-            life.error, life.failures, life.refresh, life.announced, life.gone = None, 0, None, None, False
+            life.error, life.failures, life.reload_reason, life.pending_schema, life.missing_at_source = (
+                None,
+                0,
+                None,
+                None,
+                False,
+            )
             life.not_before = 0.0
             self._stand(life, source)
 
-    def _stand(self, life: TableLife, source: SourceTable | None) -> None:
+    def _stand(self, life: ManagedTable, source: SourceTable | None) -> None:
         """What the table's own commit says, and whether it can go on from there."""
         table = life.table
         try:
-            life.place = self._layout.place(table, self.log.log_id)
-            lake_table = life.place.look()
-            if (shape := lake_table.shape()) is not None and shape.table != table:
-                raise anothers(life.place.path, shape.table, table)
-            life.cursor, life.shape = lake_table.cursor(), shape
+            life.location = self._layout.location(table, self.log.log_id)
+            lake_table = life.location.open_for_reading()
+            if (shape := lake_table.schema()) is not None and shape.table != table:
+                raise folder_taken(life.location.path, shape.table, table)
+            life.applied_position, life.schema = lake_table.applied_position(), shape
             self._recall(life)
-            stops = source is not None and stops_at_another(life, source.oid, self.policies_of(table))
+            stops = source is not None and stops_at_recreated(life, source.oid, self.policies_of(table))
             refuse_lost_identity(life, source)  # first: it is published anew for its inserts, and loads by itself then
-            if life.cursor is not None and (stops or not (self.misses(life) or saw_too_little(life, source))):
-                over = life.once and life.replay is None
+            if life.applied_position is not None and (
+                stops or not (self.has_missing_changes(life) or has_missed_updates(life, source))
+            ):
+                over = life.load_only and life.catch_up_load is None
                 life.state = TableState.LOADED if over else TableState.CATCHING_UP
                 refuse_ahead(life, self.log)
         except TailraceError as error:
             life.fail(error, told=self._tells)
 
-    def look_again(self, life: TableLife) -> None:
+    def refresh_from_table(self, life: ManagedTable) -> None:
         """Go by what the table's own commit says, if nobody heard how far the last task came. Whoever calls holds the
         table's lock."""
-        if not life.doubted_until or life.cursor is None:
+        if not life.outcome_unknown_until or life.applied_position is None:
             return
-        until, before = life.doubted_until, life.cursor
+        until, before = life.outcome_unknown_until, life.applied_position
         over = time.monotonic() >= until
         try:
-            table = life.place.look()
-            cursor, shape = table.cursor(), table.shape()
+            table = life.location.open_for_reading()
+            cursor, shape = table.applied_position(), table.schema()
             if cursor is None or shape is None:
-                raise not_loaded(life.place.path)
+                raise not_loaded(life.location.path)
             if cursor.load == before.load and cursor.seq < before.seq:
-                raise put_back(life.place.path, cursor, before)
+                raise table_went_back(life.location.path, cursor, before)
         except TailraceError as error:
             life.fail(error)
             return
-        if cursor != before and not life.state.broken:  # it was done after all
+        if cursor != before and not life.state.is_blocked:  # it was done after all
             life.error, life.failures = None, 0
-        life.stands(cursor, shape)
-        life.doubted_until = 0.0 if over else until
+        life.set_applied_position(cursor, shape)
+        life.outcome_unknown_until = 0.0 if over else until
         if cursor.load != before.load:
-            self.notice_reread(life)
+            self.update_repair_state(life)
 
-    def _recall(self, life: TableLife) -> None:
+    def _recall(self, life: ManagedTable) -> None:
         """What an earlier process left of a load."""
         for seed in self._unfinished():
             if seed.table != life.table:
                 continue
-            if life.cursor is not None and life.cursor.load == seed.id:
-                life.replay, life.loading = seed.id, None  # older ones were before it
+            if life.applied_position is not None and life.applied_position.load == seed.id:
+                life.catch_up_load, life.load_floor = seed.id, None  # older ones were before it
             else:
-                life.loading = life.loading or self.cursor_at(seed.floor)
-        self.notice_reread(life)
+                life.load_floor = life.load_floor or self.applied_position_at(seed.log_needed_after)
+        self.update_repair_state(life)
 
-    def notice_reread(self, life: TableLife) -> None:
+    def update_repair_state(self, life: ManagedTable) -> None:
         """What is on record of rows that were read: the table may hold newer ones than its position says."""
-        if life.cursor is None or life.cursor.load is None or life.once:
+        if life.applied_position is None or life.applied_position.load is None or life.load_only:
             return
-        landed = self.seeds.landed(life.cursor.load)
-        life.healing = landed is not None and landed.mixed_until(life.cursor.position) is not None
-        life.loaded_at = landed.time if landed is not None else None
-        if life.healing and life.state is TableState.LIVE:
+        landed = self.load_store.committed_load(life.applied_position.load)
+        life.repairing = landed is not None and landed.ahead_until(life.applied_position.position) is not None
+        life.loaded_at = landed.source_time if landed is not None else None
+        if life.repairing and life.state is TableState.LIVE:
             life.state = TableState.CATCHING_UP
 
-    def _unfinished(self) -> list[Seed]:
+    def _unfinished(self) -> list[LoadRecord]:
         """The loads on record. Tables are added by the hundred, so they are looked up once for all of them."""
         if self._recorded is None or time.monotonic() > self._recorded[0] + RECALL_SECONDS:
-            self._recorded = (time.monotonic(), self.seeds.all())
+            self._recorded = (time.monotonic(), self.load_store.unfinished_loads())
         return self._recorded[1]
 
-    def cursor_at(self, position: Lsn) -> Cursor:
+    def applied_position_at(self, position: Lsn) -> AppliedPosition:
         """Where a table stands that has all that ended at or before the position.
 
         A commit that straddles the point is not covered by number; its rows are told by position.
         """
         commit = self.index.commit_at(position)
-        return Cursor(seq=self.index.next_seq(commit) - 1, commit=commit, position=position)
+        return AppliedPosition(seq=self.index.next_seq(commit) - 1, commit=commit, position=position)
 
-    def _replayed(self, life: TableLife) -> bool:
+    def _replayed(self, life: ManagedTable) -> bool:
         """Whether the log has passed the last chunk of the load that the table came from, and rows read again since."""
-        if not life.mixed or life.cursor is None:
+        if not life.ahead_of_position or life.applied_position is None:
             return True
         position = self.index.position  # before we look what there is up to it
-        reached = life.cursor.position if self.pending(life, self.index.commit) else position
-        if life.replay is not None and (passed := self.seeds.passed(life.replay)) is not None:
+        reached = life.applied_position.position if self.pending(life, self.index.last_commit) else position
+        if (
+            life.catch_up_load is not None
+            and (passed := self.load_store.catch_up_until(life.catch_up_load)) is not None
+        ):
             return reached >= passed
         # Whoever loads may have ended it since we saw it on record; what it landed with is remembered.
-        passed = self.seeds.mixed_until(life.cursor.load or "", life.cursor.position)
+        passed = self.load_store.ahead_until(life.applied_position.load or "", life.applied_position.position)
         return passed is None or reached >= passed
 
-    def pending(self, life: TableLife, to: int) -> list[Slice]:
+    def pending(self, life: ManagedTable, to: int) -> list[Slice]:
         """What the log holds for the table up to a commit and the table has not covered."""
-        if life.cursor is None:
+        if life.applied_position is None:
             return []
-        covered = self.index.commit_at(life.cursor.position)
+        covered = self.index.commit_at(life.applied_position.position)
         found = [
             item
-            for number in self.numbers(life)
-            for item in self.index.pending(number, life.cursor.seq, to)
+            for number in self.log_numbers(life)
+            for item in self.index.pending(number, life.applied_position.seq, to)
             if item.last > covered
         ]
         return sorted(found, key=lambda item: item.last_seq)
 
-    def numbers(self, life: TableLife) -> list[int]:
+    def log_numbers(self, life: ManagedTable) -> list[int]:
         """The log's numbers for the table: one, unless it was dropped and made again."""
-        return self.log.schemas.called(life.table, life.shape.relation if life.shape else None)
+        return self.log.schemas.current_numbers(life.table, life.schema.relation if life.schema else None)
 
-    def numbers_of(self, shape: TableSchema) -> list[int]:
+    def log_numbers_of(self, shape: TableSchema) -> list[int]:
         """The same for a table of this shape."""
-        return self.log.schemas.called(shape.table, shape.relation)
+        return self.log.schemas.current_numbers(shape.table, shape.relation)
 
-    def kept_from(self, shape: TableSchema, cursor: Cursor) -> Cursor:
+    def skip_trimmed(self, shape: TableSchema, cursor: AppliedPosition) -> AppliedPosition:
         """The cursor; or the first after it that the log still holds everything of the table from."""
-        gone = self.index.lacks_after(self.numbers_of(shape), cursor.seq, cursor.position)
-        return cursor if gone is None else replace(self.cursor_at(self.index.end_of(gone.commit)), load=cursor.load)
+        gone = self.index.trimmed_after_position(self.log_numbers_of(shape), cursor.seq, cursor.position)
+        return (
+            cursor
+            if gone is None
+            else replace(self.applied_position_at(self.index.end_of(gone.commit)), load=cursor.load)
+        )
 
-    def shape_after(self, shape: TableSchema, cursor: Cursor) -> TableSchema:
+    def schema_after(self, shape: TableSchema, cursor: AppliedPosition) -> TableSchema:
         """The shape of the table's first rows that the log has after a cursor; if it has none, the given one."""
         pending = [
             item
-            for number in self.numbers_of(shape)
-            for item in self.index.pending(number, cursor.seq, self.index.commit)
+            for number in self.log_numbers_of(shape)
+            for item in self.index.pending(number, cursor.seq, self.index.last_commit)
         ]
         first = min(pending, key=lambda item: item.last_seq, default=None)
         return shape if first is None else self.log.schemas.get(first.table, first.schema).schema
 
-    def stretch(self, life: TableLife, end: int) -> Stretch | None:
+    def next_range(self, life: ManagedTable, end: int) -> ApplyRange | None:
         """The next stretch the table can take; None when there is none, and then its state says why."""
-        if life.state.broken or life.refresh is not None or life.cursor is None or life.shape is None:
+        if (
+            life.state.is_blocked
+            or life.reload_reason is not None
+            or life.applied_position is None
+            or life.schema is None
+        ):
             return None
-        if self._refuse_trimmed(life) or self._notice_gap(life) or life.halted:
+        if self._refuse_trimmed(life) or self._notice_gap(life) or life.apply_suspended:
             return None
-        if life.once and self._replayed(life):
-            life.state, life.replay, life.healing = TableState.LOADED, None, False
+        if life.load_only and self._replayed(life):
+            life.state, life.catch_up_load, life.repairing = TableState.LOADED, None, False
             return None
         reached = self.index.position  # before we look what there is up to it
-        pending = self.pending(life, self.index.commit)
+        pending = self.pending(life, self.index.last_commit)
         if pending and self._notice_coming(life, pending):
             return None
         if (step := self._seen_step(life, reached, pending)) is not None:
@@ -418,21 +443,26 @@ class Lives:
         for item in pending:
             if item.first > end or (taken and rows + item.rows > ROWS_PER_APPLY_MAX):
                 break
-            if (item.table, item.schema) not in fitting and (step := self.step_before(life, item)) is not None:
+            if (item.table, item.schema) not in fitting and (step := self.schema_change_before(life, item)) is not None:
                 if taken:
                     break
                 return self._stepped(life, step)
-            if self.index.start_of(item.first) >= life.cursor.position:
+            if self.index.start_of(item.first) >= life.applied_position.position:
                 fitting.add((item.table, item.schema))
             taken.append(item)
             rows += item.rows
         if not taken:
-            if life.state.going_on and self._replayed(life):
-                life.state, life.replay, life.healing = TableState.LIVE, None, False
+            if life.state.is_applying and self._replayed(life):
+                life.state, life.catch_up_load, life.repairing = TableState.LIVE, None, False
             return None
-        return Stretch(tuple(taken), self.reached(life.cursor, taken, pending[len(taken) :], max(end, taken[-1].last)))
+        return ApplyRange(
+            tuple(taken),
+            self.position_after(life.applied_position, taken, pending[len(taken) :], max(end, taken[-1].last)),
+        )
 
-    def reached(self, cursor: Cursor, taken: list[Slice], left: list[Slice], last: int) -> Cursor:
+    def position_after(
+        self, cursor: AppliedPosition, taken: list[Slice], left: list[Slice], last: int
+    ) -> AppliedPosition:
         """Where a table stands that has taken slices up to a commit. One may hold several of a table; a cursor must not
         pass the ones left for later."""
         if left:
@@ -440,97 +470,101 @@ class Lives:
         seq = max(self.index.next_seq(last) - 1, taken[-1].last_seq)
         return replace(cursor, seq=seq, commit=last, position=max(cursor.position, self.index.end_of(last)))
 
-    def _seen_step(self, life: TableLife, reached: Lsn, pending: list[Slice]) -> Step | None:
+    def _seen_step(self, life: ManagedTable, reached: Lsn, pending: list[Slice]) -> EvolutionStep | None:
         """What the table must become for what the catalogue showed; no row of before is left to come."""
-        told = life.announced
-        if told is None or life.shape is None:
+        told = life.pending_schema
+        if told is None or life.schema is None:
             return None
-        if told.instead_of is life.shape:
+        if told.compared_with is life.schema:
             if reached < told.horizon or any(self.index.start_of(item.first) < told.horizon for item in pending):
                 return None
-            if (step := self.planned(life, told.shape)) is not None:
+            if (step := self.plan_schema_change(life, told.schema)) is not None:
                 return step
-        if life.announced is told:  # another may have been seen meanwhile
-            life.announced = None
+        if life.pending_schema is told:  # another may have been seen meanwhile
+            life.pending_schema = None
         return None
 
-    def notice_trimmed(self) -> None:
+    def check_trimmed(self) -> None:
         """See whether tables that stand still have lost rows meanwhile: then their failure is the lesser trouble."""
         for life in list(self.tables.values()):
             if life.state is TableState.FAILED:
                 self._refuse_trimmed(life)
 
-    def since(self, table: TableId) -> Lsn | None:
+    def complete_from(self, table: TableId) -> Lsn | None:
         """A position that nothing of the table is missing after; None: nothing is missing at all."""
-        published = self.log.published().since(table)
+        published = self.log.coverage().complete_from(table)
         return max([*(gap.end for gap in self._gaps()), *([published] if published else [])], default=None)
 
-    def misses(self, life: TableLife) -> bool:
+    def has_missing_changes(self, life: ManagedTable) -> bool:
         """Whether changes are missing after where the table stands. One that is loaded only once takes none then."""
-        since = self.since(life.table) if not life.once or life.replay is not None else None
-        return since is not None and life.cursor is not None and life.cursor.position < since
+        since = self.complete_from(life.table) if not life.load_only or life.catch_up_load is not None else None
+        return since is not None and life.applied_position is not None and life.applied_position.position < since
 
-    def lacks_from(self, life: TableLife) -> Lsn | None:
+    def missing_from(self, life: ManagedTable) -> Lsn | None:
         """What the log lacks after where the table stands begins after this position; None: it lacks nothing."""
-        assert life.cursor is not None, "a table that was loaded"
-        here = life.cursor.position
+        assert life.applied_position is not None, "a table that was loaded"
+        here = life.applied_position.position
         begins = [gap.start for gap in self._gaps() if gap.end > here]
-        came = [coming.since for coming in self.log.published().comings if coming.table == life.table]
+        came = [coming.announced_at for coming in self.log.coverage().starts if coming.table == life.table]
         # When it went out is not known; it has no rows from there to just before it came back.
         begins += [Lsn(since.value - 1) for since in came if since > here]
         return min(begins, default=None)
 
-    def needs_all(self, life: TableLife) -> bool:
+    def needs_full_load(self, life: ManagedTable) -> bool:
         """Whether nothing but a load of the whole table will do."""
-        owed = life.shape is not None and life.shape.owed
-        return life.state is TableState.NEW or life.refresh is not None or owed or self.misses(life)
+        owed = life.schema is not None and life.schema.owed
+        return life.state is TableState.NEW or life.reload_reason is not None or owed or self.has_missing_changes(life)
 
     def _gaps(self) -> list[Gap]:
-        known = [gap for gap in self.log.gaps() if gap.commit <= self.index.commit]
+        known = [gap for gap in self.log.gaps() if gap.commit <= self.index.last_commit]
         return known if self._until is None else [gap for gap in known if gap.start < self._until]
 
-    def lacks(self, life: TableLife) -> bool:
+    def has_gap(self, life: ManagedTable) -> bool:
         """Whether changes are missing after where the table stands."""
-        return life.cursor is not None and any(gap.end > life.cursor.position for gap in self._gaps())
+        return life.applied_position is not None and any(
+            gap.end > life.applied_position.position for gap in self._gaps()
+        )
 
-    def _notice_gap(self, life: TableLife) -> bool:
+    def _notice_gap(self, life: ManagedTable) -> bool:
         """Whether the table must not go on, because changes are missing; then it is loaded anew."""
-        if lacking := self.lacks(life):
-            self.load_anew(life, "the source had discarded changes before they were read")
+        if lacking := self.has_gap(life):
+            self.require_reload(life, "the source had discarded changes before they were read")
         return lacking
 
-    def _notice_coming(self, life: TableLife, pending: list[Slice]) -> bool:
+    def _notice_coming(self, life: ManagedTable, pending: list[Slice]) -> bool:
         """Whether the table must not take what came once it was published again; then it is loaded anew. Another one
         that was made under its name its shape tells of, and so does a lost identity, for which it stops."""
-        assert life.cursor is not None, "a table that takes anything"
-        assert life.shape is not None, "a table that takes anything"
-        since = self._published().again(life.table)
-        if since is None or life.cursor.position >= since or life.once:
+        assert life.applied_position is not None, "a table that takes anything"
+        assert life.schema is not None, "a table that takes anything"
+        since = self._published().recaptured_from(life.table)
+        if since is None or life.applied_position.position >= since or life.load_only:
             return False
         schemas = {self.log.schemas.get(item.table, item.schema).schema for item in pending}
-        if life.shape.identity is not Identity.NONE and any(one.identity is Identity.NONE for one in schemas):
+        if life.schema.identity is not Identity.NONE and any(one.identity is Identity.NONE for one in schemas):
             return False
-        self.load_anew(life, NOT_PUBLISHED)
+        self.require_reload(life, NOT_PUBLISHED)
         return True
 
-    def _published(self) -> Published:
+    def _published(self) -> Coverage:
         """When tables came into the publication, as far as the index goes: it is written down before their rows."""
-        commit = self.index.commit
+        commit = self.index.last_commit
         if self._read_published is None or self._read_published[0] < commit:
-            self._read_published = (commit, self.log.published())
+            self._read_published = (commit, self.log.coverage())
         return self._read_published[1]
 
-    def _refuse_trimmed(self, life: TableLife) -> bool:
+    def _refuse_trimmed(self, life: ManagedTable) -> bool:
         """Whether the log no longer holds what the table lacks; then it says so, and takes nothing."""
-        if life.cursor is None:
+        if life.applied_position is None:
             return False
-        gone = self.index.lacks_after(self.numbers(life), life.cursor.seq, life.cursor.position)
+        gone = self.index.trimmed_after_position(
+            self.log_numbers(life), life.applied_position.seq, life.applied_position.position
+        )
         if gone is None:
             return False
         life.error = LogTrimmed(
             "the log no longer holds what the table lacks",
             table=life.table,
-            applied=life.cursor.commit,
+            applied=life.applied_position.commit,
             gone_to=gone.commit,
             why=gone.why,
             hint=TRIMMED_HINT,
@@ -540,63 +574,63 @@ class Lives:
             log.error("table needs a snapshot", extra={"table": str(life.table), "code": life.error.code})
         return True
 
-    def replays_what_is_to_come(self, life: TableLife) -> bool:
+    def waits_for_log(self, life: ManagedTable) -> bool:
         """Whether the table has applied all that the log holds, and was read when the source had more."""
-        waits = life.mixed and life.state is TableState.CATCHING_UP
-        return waits and not self.pending(life, self.index.commit) and not self._replayed(life)
+        waits = life.ahead_of_position and life.state is TableState.CATCHING_UP
+        return waits and not self.pending(life, self.index.last_commit) and not self._replayed(life)
 
-    def covered(self, commit: int, *, but: Collection[TableId] = ()) -> bool:
+    def is_caught_up(self, commit: int, *, but: Collection[TableId] = ()) -> bool:
         """Whether every table that can go on has applied the log up to the commit; some may be left out."""
         return all(
             life.table in but
-            or life.state.broken
+            or life.state.is_blocked
             or life.state in (TableState.LOADED, TableState.PAUSED)
-            or (life.state is TableState.LIVE and not self.pending(life, commit) and not self.lacks(life))
+            or (life.state is TableState.LIVE and not self.pending(life, commit) and not self.has_gap(life))
             for life in list(self.tables.values())
         )
 
-    def step_before(self, life: TableLife, item: Slice) -> Step | None:
+    def schema_change_before(self, life: ManagedTable, item: Slice) -> EvolutionStep | None:
         """What the table must become before it can take the slice."""
-        assert life.cursor is not None, "a table that takes anything"
-        assert life.shape is not None, "a table that takes anything"
-        shape = self.shape_of(life.shape, item)
-        step = self.planned(life, shape) if is_news(life.shape, shape) else None
-        if step is None or self.index.start_of(item.first) >= life.cursor.position:
+        assert life.applied_position is not None, "a table that takes anything"
+        assert life.schema is not None, "a table that takes anything"
+        shape = self.schema_of_slice(life.schema, item)
+        step = self.plan_schema_change(life, shape) if is_newer_version(life.schema, shape) else None
+        if step is None or self.index.start_of(item.first) >= life.applied_position.position:
             return step
         # The load's point lies inside: rows that it has seen may be of a shape of before.
         rows = self.log.read(
-            item.first, item.last, tables=[item.table], after_seq=life.cursor.seq, to_seq=item.last_seq
+            item.first, item.last, tables=[item.table], after_seq=life.applied_position.seq, to_seq=item.last_seq
         )
-        return step if any(len(after_position(batch, life.cursor.position)) for batch in rows) else None
+        return step if any(len(rows_after_position(batch, life.applied_position.position)) for batch in rows) else None
 
-    def shape_of(self, mine: TableSchema, item: Slice) -> TableSchema:
+    def schema_of_slice(self, mine: TableSchema, item: Slice) -> TableSchema:
         """The shape of a slice's rows; where another table has taken the name over since, that one's."""
         shape = self.log.schemas.get(item.table, item.schema).schema
         if (shape.table, shape.relation) == (mine.table, mine.relation):
             return shape
-        named = [version.schema for version in self.log.schemas.after(0) if version.schema.table == mine.table]
+        named = [version.schema for version in self.log.schemas.versions_after(0) if version.schema.table == mine.table]
         return named[-1] if named and named[-1].relation != mine.relation else shape
 
-    def planned(self, life: TableLife, new: TableSchema) -> Step | None:
+    def plan_schema_change(self, life: ManagedTable, new: TableSchema) -> EvolutionStep | None:
         """What the table must become to take rows of another shape."""
-        assert life.shape is not None, "a table that takes anything"
-        return plan(life.shape, new, self.policies_of(life.table), self.value_of, life.place.form)
+        assert life.schema is not None, "a table that takes anything"
+        return plan_evolution(life.schema, new, self.policies_of(life.table), self.value_of, life.location.spec)
 
-    def _stepped(self, life: TableLife, step: Step) -> Stretch | None:
+    def _stepped(self, life: ManagedTable, step: EvolutionStep) -> ApplyRange | None:
         """The stretch that is only a recast; or the table says why it goes no further."""
-        assert life.cursor is not None, "a table that takes anything"
+        assert life.applied_position is not None, "a table that takes anything"
         if isinstance(step, Recast):
-            return Stretch((), life.cursor, step)
-        if isinstance(step, Refresh):
-            self.load_anew(life, step.why)
+            return ApplyRange((), life.applied_position, step)
+        if isinstance(step, ReloadNeeded):
+            self.require_reload(life, step.why)
         else:
             life.fail(step, told=self._tells)
         return None
 
-    def load_anew(self, life: TableLife, why: str) -> None:
+    def require_reload(self, life: ManagedTable, why: str) -> None:
         """Nothing but a load brings the table what it lacks."""
-        life.refresh, life.announced, life.state = why, None, TableState.REFRESHING
-        if life.rereads:  # its mode says that it is not loaded by itself
-            life.needs_snapshot()
+        life.reload_reason, life.pending_schema, life.state = why, None, TableState.REFRESHING
+        if life.may_refetch:  # its mode says that it is not loaded by itself
+            life.mark_needs_snapshot()
         if self._tells:
             log.info("table must be loaded anew", extra={"table": str(life.table), "why": why})

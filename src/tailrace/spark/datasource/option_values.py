@@ -35,12 +35,12 @@ _OPTION_OF = {
 _COLUMN = rf'\s*(?:{QUOTED}|[^\s",][^",]*)\s*'
 
 
-def refused(name: str, why: str, hint: str) -> ConfigError:
+def option_error(name: str, why: str, hint: str) -> ConfigError:
     """The error for an option."""
     return ConfigError(f"the option `{name}` {why}", hint=hint)
 
 
-def in_options(error: TailraceError) -> TailraceError:
+def as_option_error(error: TailraceError) -> TailraceError:
     """The same error, for a reader who has options and no settings file."""
     hint = error.hint
     for setting, option in _OPTION_OF.items():
@@ -48,7 +48,7 @@ def in_options(error: TailraceError) -> TailraceError:
     return error if hint == error.hint else type(error)(error.message, hint=hint, **error.fields)
 
 
-def named(given: Mapping[str, str], options: Sequence[str]) -> dict[str, str]:
+def canonical_options(given: Mapping[str, str], options: Sequence[str]) -> dict[str, str]:
     """The options under the names they are documented by; Spark does not tell upper case from lower."""
     known = {name.lower(): name for name in options}
     if any(name.lower().startswith("option.") for name in given):  # as Spark stores those of a table
@@ -66,70 +66,72 @@ def _unknown(name: str) -> ConfigError:
     known = {name.lower(): name for name in (*TABLE_OPTIONS, *LOG_OPTIONS)}
     if name.lower() in known:
         only = "is for a table of a database as it is, and others here are for a change log"
-        return refused(known[name.lower()], only, "Leave it out.")
+        return option_error(known[name.lower()], only, "Leave it out.")
     all_of_them = (
         f"The options of a table as it is are {', '.join(TABLE_OPTIONS)}; those of a change log are "
         f"{', '.join(LOG_OPTIONS)}."
     )
     close = difflib.get_close_matches(name.lower(), known, n=1)
-    return refused(name, "is not known", f"Did you mean `{known[close[0]]}`?" if close else all_of_them)
+    return option_error(name, "is not known", f"Did you mean `{known[close[0]]}`?" if close else all_of_them)
 
 
-def source_url(text: str) -> str:
+def parse_source_url(text: str) -> str:
     # A list of settings such as `host=… password=…` would be taken for a name in messages.
     if not re.match(r"postgres(ql)?://", text):
-        raise refused("url", "is not a URL of PostgreSQL", "For example: postgresql://user@host:5432/database")
+        raise option_error("url", "is not a URL of PostgreSQL", "For example: postgresql://user@host:5432/database")
     return text
 
 
-def choice(name: str, text: str, values: Sequence[str]) -> str:
+def parse_choice(name: str, text: str, values: Sequence[str]) -> str:
     """One of these words."""
     found = text.strip().lower()
     if found not in values:
-        raise refused(name, "is none of its values", f"They are {', '.join(values)}.")
+        raise option_error(name, "is none of its values", f"They are {', '.join(values)}.")
     return found
 
 
-def table_name(name: str, text: str) -> TableId:
+def parse_table_name(name: str, text: str) -> TableId:
     match = re.fullmatch(rf"({QUOTED}|[^\".]+)\.({QUOTED}|[^\".]+)", text.strip())
     if match is None:
-        raise refused(
+        raise option_error(
             name,
             "is not the name of a table with its schema",
             'For example: public.orders. A name with a dot in it is quoted: "a.b"."c".',
         )
-    return TableId(unquoted(match[1]), unquoted(match[2]))
+    return TableId(unquote(match[1]), unquote(match[2]))
 
 
-def column_names(name: str, text: str) -> tuple[str, ...]:
+def parse_column_names(name: str, text: str) -> tuple[str, ...]:
     if not re.fullmatch(rf"{_COLUMN}(,{_COLUMN})*", text):
-        raise refused(name, "is not a list of names", 'For example: id, state, total. Quoted: "a, b", "c".')
-    names = tuple(unquoted(name.strip()) for name in re.findall(rf"(?:{QUOTED}|[^\",])+", text))
+        raise option_error(name, "is not a list of names", 'For example: id, state, total. Quoted: "a, b", "c".')
+    names = tuple(unquote(name.strip()) for name in re.findall(rf"(?:{QUOTED}|[^\",])+", text))
     if len(set(names)) < len(names):
-        raise refused(name, "has a name twice", "Name each once.")
+        raise option_error(name, "has a name twice", "Name each once.")
     return names
 
 
-def unquoted(name: str) -> str:
+def unquote(name: str) -> str:
     """A name without the quotes around it, if it has some."""
     return name[1:-1].replace('""', '"') if name.startswith('"') else name
 
 
-def size(name: str, text: str) -> int:
+def parse_size(name: str, text: str) -> int:
     match = re.fullmatch(r"([0-9]+) ?([A-Za-z]*)", text.strip())
     unit = match and {unit.lower(): size for unit, size in _UNITS.items()}.get(match[2].lower())
     if match is None or not unit or not 0 < int(match[1]) * unit < 1 << 60:
-        raise refused(name, "is not a size", f"For example: 64MiB; the units are {', '.join(filter(None, _UNITS))}.")
+        raise option_error(
+            name, "is not a size", f"For example: 64MiB; the units are {', '.join(filter(None, _UNITS))}."
+        )
     return int(match[1]) * unit
 
 
-def count(name: str, text: str) -> int:
+def parse_count(name: str, text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,8}", text.strip()):
-        raise refused(name, "is not a whole number above 0", "For example: 200")
+        raise option_error(name, "is not a whole number above 0", "For example: 200")
     return int(text)
 
 
-def seconds(name: str, text: str) -> float:
+def parse_seconds(name: str, text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", text.strip()) or float(text) <= 0:
-        raise refused(name, "is not a number of seconds", "For example: 3600")
+        raise option_error(name, "is not a number of seconds", "For example: 3600")
     return float(text)

@@ -11,7 +11,7 @@ from types import TracebackType
 from tailrace.errors import TailraceError
 
 
-class Plainly:
+class WithoutTraceback:
     """Around what Spark calls."""
 
     def __enter__(self) -> None: ...
@@ -21,4 +21,4 @@ class Plainly:
             raise error.with_traceback(None) from None
 
 
-plainly = Plainly()
+without_traceback = WithoutTraceback()

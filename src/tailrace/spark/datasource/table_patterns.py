@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 
 from tailrace.model.schema import TableId
-from tailrace.spark.datasource.option_values import QUOTED, refused, unquoted
+from tailrace.spark.datasource.option_values import QUOTED, option_error, unquote
 
 _BRACKETS = r'\[!?\]?[^\]",]*\]'
 _PART = rf'\s*(?:{QUOTED}|(?:{_BRACKETS}|[^\s".,\[])(?:{_BRACKETS}|[^".,\[])*)\s*'
@@ -40,25 +40,25 @@ class TablePattern:
         """The one that means this table."""
         return cls(glob.escape(table.schema), glob.escape(table.name), table)
 
-    def takes(self, table: TableId) -> bool:
+    def matches(self, table: TableId) -> bool:
         """Whether the table is meant."""
         return fnmatch.fnmatchcase(table.schema, self.schema) and fnmatch.fnmatchcase(table.name, self.name)
 
     @property
-    def setting(self) -> str:
+    def to_setting(self) -> str:
         """The same as a pipeline's `source.tables` has it, where a dot that is part of a name stands in brackets."""
         return ".".join(_dots_hidden(part) for part in (self.schema, self.name))
 
 
-def table_patterns(name: str, text: str) -> tuple[TablePattern, ...]:
+def parse_table_patterns(name: str, text: str) -> tuple[TablePattern, ...]:
     """What an option lists, with commas between."""
     found = [_pattern(name, entry.strip()) for entry in _COMMA.split(text)]
     if len(set(found)) < len(found):
-        raise refused(name, "has a name twice", "Name each once.")
+        raise option_error(name, "has a name twice", "Name each once.")
     return tuple(found)
 
 
-def written(table: TableId) -> str:
+def format_table_name(table: TableId) -> str:
     """A table's name as options take it."""
     parts = (table.schema, table.name) if table.schema else (table.name,)
     return ".".join(_quoted(part) if re.search(r'[".,*?\[\s]', part) else part for part in parts)
@@ -73,11 +73,13 @@ def _pattern(option: str, entry: str) -> TablePattern:
         return TablePattern("*", "*")
     match = _ENTRY.fullmatch(entry)
     if match is None:
-        raise refused(option, f"has `{entry}`, which is no table with its schema and no pattern for one", _LIST_HINT)
+        raise option_error(
+            option, f"has `{entry}`, which is no table with its schema and no pattern for one", _LIST_HINT
+        )
     schema, name = match[1].strip(), match[2].strip()
     if _is_glob(schema) or _is_glob(name):
         return TablePattern(_glob(schema), _glob(name))
-    return TablePattern.of(TableId(unquoted(schema), unquoted(name)))
+    return TablePattern.of(TableId(unquote(schema), unquote(name)))
 
 
 def _is_glob(part: str) -> bool:
@@ -85,7 +87,7 @@ def _is_glob(part: str) -> bool:
 
 
 def _glob(part: str) -> str:
-    return part if _is_glob(part) else glob.escape(unquoted(part))
+    return part if _is_glob(part) else glob.escape(unquote(part))
 
 
 def _dots_hidden(part: str) -> str:

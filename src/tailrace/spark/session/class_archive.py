@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from tailrace.spark.session.java import archive_path, find_java
 from tailrace.spark.session.session import Jvm
-from tailrace.spark.session.wakeup import Wake
+from tailrace.spark.session.wakeup import WakeSource
 from tailrace.storage import files
 
 WAIT_SECONDS_MAX = 300.0
@@ -26,7 +26,7 @@ def make_archive() -> None:
     path = archive_path(find_java())
     if path.exists():
         return
-    aside = files.aside_of(path)
+    aside = files.temp_path(path)
     try:
         with tempfile.TemporaryDirectory() as scratch:
             _make(Path(scratch), aside)
@@ -50,15 +50,15 @@ def _make(scratch: Path, path: Path) -> None:
 def _work(session: SparkSession, scratch: Path) -> None:
     """What a pipeline has Spark do: a stream that wakes, a task in a Python process."""
     done, stopping = threading.Event(), threading.Event()
-    wake = Wake(lambda _: 1, 0)
+    wake = WakeSource(lambda _: 1, 0)
 
     def on_batch(_batch: DataFrame, _number: int) -> None:
-        if (end := wake.heard()) is not None:
+        if (end := wake.announced_commit()) is not None:
             session.sparkContext.parallelize([1, 2], 2).map(str).collect()
-            wake.answer(end)
+            wake.acknowledge(end)
             done.set()
 
-    speaking = threading.Thread(target=wake.speak, args=(stopping,), daemon=True)
+    speaking = threading.Thread(target=wake.serve, args=(stopping,), daemon=True)
     speaking.start()
     query = wake.start(session, scratch / "checkpoint", on_batch)
     until = time.monotonic() + WAIT_SECONDS_MAX

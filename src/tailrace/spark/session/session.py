@@ -71,7 +71,7 @@ class Jvm:
         given = dict(settings or {})
         if self._gateway is not None:
             log_file.write_text("Spark was started by spark-submit: see what that has printed.\n")
-            given = _told_at_submit(self._gateway) | given
+            given = _submitted_settings(self._gateway) | given
         slots = max(readers + 1, (os.cpu_count() or 1) + 1)
         master = master or given.get("spark.master") or f"local[{slots}]"
         place_environment(master, scratch, given)
@@ -131,7 +131,7 @@ class Jvm:
                 SparkContext._gateway = SparkContext._jvm = None
 
 
-def _told_at_submit(gateway: Any) -> dict[str, str]:
+def _submitted_settings(gateway: Any) -> dict[str, str]:
     """What command line and spark-defaults.conf say; the program's file, which Spark takes for its name, is none."""
     said = dict(SparkConf(_jvm=gateway.jvm).getAll())
     return {name: value for name, value in said.items() if name != "spark.app.name"}

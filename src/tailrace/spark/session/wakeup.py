@@ -17,10 +17,10 @@ from pathlib import Path
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 
 
-class Wake:
+class WakeSource:
     """Says to one query at a time how far the log has grown: `ahead` tells up to where to go after a commit."""
 
     def __init__(self, ahead: Callable[[int], int], after: int) -> None:
@@ -40,22 +40,22 @@ class Wake:
         place = checkpoint.absolute().as_uri()
         return lines.writeStream.foreachBatch(on_batch).option("checkpointLocation", place).start()
 
-    def heard(self) -> int | None:
+    def announced_commit(self) -> int | None:
         """The commit to go to at least, known without a Spark job that reads it; None: a query begins with a
         micro-batch that says nothing."""
         return self._said if self._said > self._done else None
 
     @property
-    def done(self) -> int:
+    def answered_commit(self) -> int:
         """The commit that was last answered."""
         return self._done
 
-    def answer(self, end: int) -> None:
+    def acknowledge(self, end: int) -> None:
         """The work up to there is done; the next number may be said."""
         self._done = max(self._done, end)
         self._free.set()
 
-    def speak(self, stopping: threading.Event) -> None:
+    def serve(self, stopping: threading.Event) -> None:
         """Talk to whoever listens, until told to stop; a query that is started again comes anew."""
         while not stopping.is_set():
             try:
@@ -63,14 +63,14 @@ class Wake:
             except OSError:  # nobody came
                 continue
             with listener:
-                self._tell(listener, stopping)
+                self._serve_listener(listener, stopping)
         self._server.close()
 
-    def _tell(self, listener: socket.socket, stopping: threading.Event) -> None:
+    def _serve_listener(self, listener: socket.socket, stopping: threading.Event) -> None:
         while not stopping.is_set():
             end = self._ahead(self._done)
             if end <= self._done:
-                stopping.wait(LOOK_SECONDS)
+                stopping.wait(POLL_SECONDS)
                 continue
             self._free.clear()
             self._said = end
@@ -78,7 +78,7 @@ class Wake:
                 listener.sendall(f"{end}\n".encode())
             except OSError:  # it has gone
                 return
-            while not self._free.wait(LOOK_SECONDS) and not stopping.is_set():
+            while not self._free.wait(POLL_SECONDS) and not stopping.is_set():
                 if _has_hung_up(listener):
                     return
 

@@ -22,25 +22,25 @@ from tailrace.model.schema import Column, TableSchema
 from tailrace.spark.writers.frames import table_at
 from tailrace.spark.writers.merge_table import MergedTable
 from tailrace.spark.writers.staged_rows import no_rows, recast_rows, refuse_misfit_rows
-from tailrace.spark.writers.version_guard import guard, was_overtaken
-from tailrace.tables.compaction_plan import Tended, Upkeep, rows_per_file
-from tailrace.tables.delta.commit_log import Position, Written, app_id, made_by, make_durable
-from tailrace.tables.delta.features import PLAIN_FILES, Features, features_of
-from tailrace.tables.delta.table import DeltaRsTable, Opened
-from tailrace.tables.evolve.recast_columns import kept_columns, lay_out, only_adds, only_names
+from tailrace.spark.writers.version_guard import version_guard, was_overtaken
+from tailrace.tables.compaction_plan import UpkeepPlan, UpkeepResult, rows_per_file
+from tailrace.tables.delta.commit_log import CommitFiles, CommitRecord, app_id, has_token, make_durable
+from tailrace.tables.delta.features import NO_FEATURES, Features, features_of
+from tailrace.tables.delta.table import DeltaRsTable, OpenedDelta
+from tailrace.tables.evolve.recast_columns import is_metadata_only, only_adds, plan_columns, retained_columns
 from tailrace.tables.evolve.schema_plan import Recast
-from tailrace.tables.fold.by_mode import recast_into
+from tailrace.tables.fold.by_mode import recast_for_spec
 from tailrace.tables.limits import refuse_names, refuse_spark_names
-from tailrace.tables.port import Applied, Cursor
-from tailrace.tables.position_errors import elsewhere, not_loaded
-from tailrace.tables.spec import PLAIN, Form, Origin, TableMode
+from tailrace.tables.port import AppliedPosition, WriteResult
+from tailrace.tables.position_errors import not_loaded, wrong_position
+from tailrace.tables.spec import PLAIN_MIRROR, LoadOrigin, TableMode, TableSpec
 from tailrace.tables.staging import FILE_BYTES, StagedFile
 from tailrace.tables.table_folder import SCRATCH, find_folder, unreadable
 
 _ROWS_PER_FILE = "spark.sql.files.maxRecordsPerFile"
 
 
-class SparkDeltaTable(MergedTable[Opened]):
+class SparkDeltaTable(MergedTable[OpenedDelta]):
     """A table of one change log; keeps the promises of `LakeTable`, but lives where its session does."""
 
     connector = "Spark's Delta connector"
@@ -52,8 +52,8 @@ class SparkDeltaTable(MergedTable[Opened]):
         spark: SparkSession,
         path: Path,
         log_id: str,
-        form: Form = PLAIN,
-        features: Features = PLAIN_FILES,
+        form: TableSpec = PLAIN_MIRROR,
+        features: Features = NO_FEATURES,
         file_bytes: int = FILE_BYTES,
     ) -> None:
         super().__init__(spark, path, form, DeltaRsTable(path, log_id, form, features, file_bytes))
@@ -64,62 +64,67 @@ class SparkDeltaTable(MergedTable[Opened]):
         return self._plain.files()
 
     def load(
-        self, schema: TableSchema, batches: Iterable[pa.RecordBatch], cursor: Cursor, *, origin: Origin | None = None
+        self,
+        schema: TableSchema,
+        batches: Iterable[pa.RecordBatch],
+        cursor: AppliedPosition,
+        *,
+        origin: LoadOrigin | None = None,
     ) -> int:
         return self._plain.load(schema, batches, cursor, origin=origin)
 
-    def land(
+    def commit_load(
         self,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        cursor: Cursor,
+        cursor: AppliedPosition,
         *,
-        origin: Origin | None = None,
+        origin: LoadOrigin | None = None,
         kept: Sequence[Column] = (),
     ) -> int:
-        return self._plain.land(schema, files, cursor, origin=origin, kept=kept)
+        return self._plain.commit_load(schema, files, cursor, origin=origin, kept=kept)
 
-    def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
+    def compact(self, upkeep: UpkeepPlan, expected: AppliedPosition) -> UpkeepResult:
         """By delta-rs: its joins are a compare-and-swap and state the position; the connector's are neither. Files are
         streamed, and a pipeline has a task do it."""
-        return self._plain.tend(upkeep, expected)
+        return self._plain.compact(upkeep, expected)
 
-    def refresh(
+    def merge_load(
         self,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        expected: Cursor,
-        cursor: Cursor,
+        expected: AppliedPosition,
+        cursor: AppliedPosition,
         *,
         keys: Sequence[StagedFile] | None = None,
-        origin: Origin | None = None,
-    ) -> Applied:
+        origin: LoadOrigin | None = None,
+    ) -> WriteResult:
         if self._form.mode is TableMode.APPEND and not features_of(self._opened().table).any:
             # The files become the table's own: no row is touched.
-            return self._plain.refresh(schema, files, expected, cursor, keys=keys, origin=origin)
-        return super().refresh(schema, files, expected, cursor, keys=keys, origin=origin)
+            return self._plain.merge_load(schema, files, expected, cursor, keys=keys, origin=origin)
+        return super().merge_load(schema, files, expected, cursor, keys=keys, origin=origin)
 
-    def evolve(self, recast: Recast, expected: Cursor) -> Applied:
+    def evolve(self, recast: Recast, expected: AppliedPosition) -> WriteResult:
         table = self._plain.opened()
-        here, old = table.position.cursor, table.position.schema
-        if here == expected and old.same_as(recast.schema):
-            return Applied(committed=False, cursor=here)
+        here, old = table.commit_record.applied_position, table.commit_record.schema
+        if here == expected and old.same_with_facts(recast.schema):
+            return WriteResult(committed=False, applied_position=here)
         if here != expected:
-            raise elsewhere(self._path, here, expected)
-        own = recast_into(self._form, recast)
-        laid = lay_out(table.table, own)
+            raise wrong_position(self._path, here, expected)
+        own = recast_for_spec(self._form, recast)
+        laid = plan_columns(table.table, own)
         shape = replace(own.schema, columns=laid.columns, facts=None)
         if features_of(table.table).column_mapping:
             refuse_names(shape)
-            if only_names(table.table, laid):
-                self._plain.lay(table, shape, laid, recast.schema)
-                return Applied(committed=True, cursor=here)
+            if is_metadata_only(table.table, laid):
+                self._plain.set_columns(table, shape, laid, recast.schema)
+                return WriteResult(committed=True, applied_position=here)
         else:
             refuse_spark_names(shape)
         # A commit without rows, which the connector makes nobody but a person do.
         self._plain.add_features(table.folder, table.table, shape)
         table = self._plain.opened()
-        after = replace(table.position, schema=recast.schema)
+        after = replace(table.commit_record, schema=recast.schema)
         if only_adds(table.table, laid):
             nothing = no_rows(self.session, laid.fields)
             version = self._commit(table, after, lambda: self._save(table, nothing, "append", mergeSchema="true"))
@@ -131,17 +136,17 @@ class SparkDeltaTable(MergedTable[Opened]):
                     table, after, lambda: self._save(table, rows, "overwrite", overwriteSchema="true")
                 )
         written = self._make_durable(version)
-        return Applied(committed=True, cursor=here, bytes=written.bytes, version=version)
+        return WriteResult(committed=True, applied_position=here, bytes=written.bytes, version=version)
 
     # What is Delta's own.
 
-    def _target(self, table: Opened) -> str:
+    def _sql_name(self, table: OpenedDelta) -> str:
         return table_at(table.folder)
 
-    def _kept(self, table: Opened, schema: TableSchema) -> Sequence[Column]:
-        return kept_columns(table.table, schema)
+    def _retained_columns(self, table: OpenedDelta, schema: TableSchema) -> Sequence[Column]:
+        return retained_columns(table.table, schema)
 
-    def _staging(self, table: Opened) -> Path:
+    def _staging(self, table: OpenedDelta) -> Path:
         return table.folder
 
     def _was_overtaken(self, said: str) -> bool:
@@ -149,21 +154,21 @@ class SparkDeltaTable(MergedTable[Opened]):
 
     # Commits.
 
-    def _save(self, table: Opened, rows: DataFrame, mode: str, **options: str) -> None:
+    def _save(self, table: OpenedDelta, rows: DataFrame, mode: str, **options: str) -> None:
         rows = self._guarded(table, rows)
         writer = rows.write.format("delta").mode(mode).options(**options)
         if "overwriteSchema" in options:  # what is not said again is no longer so
             writer = writer.partitionBy(*self._form.partition_by)
         writer.save(str(table.folder))
 
-    def _read(self, table: Opened) -> DataFrame:
+    def _read(self, table: OpenedDelta) -> DataFrame:
         return self.session.read.format("delta").option("versionAsOf", table.table.version()).load(str(table.folder))
 
-    def _guarded(self, table: Opened, rows: DataFrame) -> DataFrame:
+    def _guarded(self, table: OpenedDelta, rows: DataFrame) -> DataFrame:
         """The rows, and a task beside them that fails if someone has committed since the table was looked at."""
-        return rows.union(guard(self.session, rows.schema, table.folder, table.table.version()))
+        return rows.union(version_guard(self.session, rows.schema, table.folder, table.table.version()))
 
-    def _commit(self, table: Opened, position: Position, write: Callable[[], None]) -> int:
+    def _commit(self, table: OpenedDelta, position: CommitRecord, write: Callable[[], None]) -> int:
         """Run the one statement that commits, with the position; the version that it made."""
         failpoints.hit("table.before_commit")
         conf, before = self.session.conf, table.table.version()
@@ -173,14 +178,14 @@ class SparkDeltaTable(MergedTable[Opened]):
         token = uuid.uuid4().hex
         conf.set("spark.databricks.delta.commitInfo.userMetadata", position.user_metadata(token))
         # The connector leaves out what it takes for a repetition; where the number does not rise, the last one stands.
-        if position.cursor.seq > (table.table.transaction_version(app_id(self._log_id)) or 0):
+        if position.applied_position.seq > (table.table.transaction_version(app_id(self._log_id)) or 0):
             conf.set("spark.databricks.delta.write.txnAppId", app_id(self._log_id))
-            conf.set("spark.databricks.delta.write.txnVersion", str(position.cursor.seq))
-        with self._told():
+            conf.set("spark.databricks.delta.write.txnVersion", str(position.applied_position.seq))
+        with self._spark_errors():
             write()
         # The connector says nothing where it takes the write for one that was done already, by whomever.
         found = self._plain.version()
-        if found != before + 1 or not made_by(table.folder, found, token):
+        if found != before + 1 or not has_token(table.folder, found, token):
             raise self._overtaken()
         failpoints.hit("table.after_commit")
         return found
@@ -189,7 +194,7 @@ class SparkDeltaTable(MergedTable[Opened]):
         for name in ("commitInfo.userMetadata", "write.txnAppId", "write.txnVersion"):
             self.session.conf.unset(f"spark.databricks.delta.{name}")
 
-    def _make_durable(self, version: int) -> Written:
+    def _make_durable(self, version: int) -> CommitFiles:
         try:
             return make_durable(self._folder(), version)
         except OSError as exc:

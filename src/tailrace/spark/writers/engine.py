@@ -22,44 +22,50 @@ from py4j.protocol import Py4JNetworkError
 from pyspark.sql import DataFrame, SparkSession
 
 from tailrace import failpoints
-from tailrace.deadletters.store import Letters
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import TailraceError
 from tailrace.model import change
 from tailrace.model.schema import TableId
 from tailrace.spark.writers.delta_writer import SparkDeltaTable
 from tailrace.spark.writers.iceberg_writer import SparkIcebergTable
-from tailrace.spark.writers.merge_table import Given
+from tailrace.spark.writers.merge_table import RefetchFrame
 from tailrace.tables.fold.fold import key_ordinals
 from tailrace.tables.iceberg.catalogs import Catalog
-from tailrace.tables.location import Place
-from tailrace.tables.port import Applied
-from tailrace.tasks.dead_letters import NOT_TAKEN
-from tailrace.tasks.fold_files import FoldedFiles, fold_stretch
-from tailrace.tasks.fold_rejects import ASKED, MISSING, KeepWork, keep_aside
-from tailrace.tasks.replay_changes import LateWork, StageLateWork, deliver_late, end_late, stage_late
-from tailrace.tasks.replay_rows import DeliverWork, StageWork, deliver_letters, stage_letters
+from tailrace.tables.location import TableLocation
+from tailrace.tables.port import WriteResult
+from tailrace.tasks.dead_letters import REJECTABLE_ERRORS
+from tailrace.tasks.fold_files import FoldedFiles, fold_range
+from tailrace.tasks.fold_rejects import ASKED_KEYS_SUFFIX, MISSING_KEYS, StoreRejectsWork, store_task_rejects
+from tailrace.tasks.keyed_replay import ReplayRowsWork, StageReplayRowsWork, replay_rows, stage_replay_rows
+from tailrace.tasks.keyless_replay import (
+    ReplayChangesWork,
+    StageReplayChangesWork,
+    confirm_replay,
+    replay_changes,
+    stage_replay_changes,
+)
 from tailrace.tasks.work import (
     ApplyWork,
+    CommitLoadWork,
+    CompactWork,
     EvolveWork,
-    LandWork,
     Outcome,
     RefreshWork,
-    TendWork,
     advance_table,
-    as_ours,
-    change_batches,
-    land_table,
-    read_again,
+    as_tailrace_error,
+    commit_load,
+    compact_table,
+    read_change_batches,
+    refetch_rows,
     refresh_table,
-    refreshed,
-    tend_table,
+    refresh_with,
 )
 
 TABLES_AT_ONCE_MAX = 4
 """Tables whose jobs are under way side by side."""
 
 
-WrittenTable = SparkDeltaTable | SparkIcebergTable
+ConnectorTable = SparkDeltaTable | SparkIcebergTable
 
 
 class SparkEngine:
@@ -70,14 +76,14 @@ class SparkEngine:
         self._ways: dict[Callable[..., Outcome], Callable[[Any], Outcome]] = {
             advance_table: self._advance,
             refresh_table: self._refresh,
-            deliver_letters: self._deliver,
-            deliver_late: self._deliver_late,
+            replay_rows: self._replay_rows,
+            replay_changes: self._replay_changes,
         }
         if catalog is not None:
-            self._ways |= {land_table: self._land, tend_table: self._tend}
+            self._ways |= {commit_load: self._commit_load, compact_table: self._compact}
         self._opened: dict[Path, SparkIcebergTable] = {}
 
-    def does(self, task: Callable[..., Outcome]) -> bool:
+    def handles(self, task: Callable[..., Outcome]) -> bool:
         """Whether this is work of the connector's: what changes rows, and of Iceberg tables every commit. Reading the
         source and joining a Delta table's files are done in tasks, whoever writes."""
         return task in self._ways
@@ -90,26 +96,28 @@ class SparkEngine:
     def _in_tasks(self, task: Callable[[Any], Any], works: Sequence[Any]) -> Sequence[Any]:
         return self._spark.sparkContext.parallelize(works, len(works)).map(task).collect()
 
-    def _table(self, place: Place) -> WrittenTable:
+    def _table(self, place: TableLocation) -> ConnectorTable:
         if place.catalog is None:
-            return SparkDeltaTable(self._spark, place.path, place.log_id, place.form, place.features, place.file_bytes)
+            return SparkDeltaTable(self._spark, place.path, place.log_id, place.spec, place.features, place.file_bytes)
         if place.path not in self._opened:  # each has a session with a catalog, which takes its time to open
             opened = SparkIcebergTable(
-                self._spark, place.path, place.log_id, place.catalog, place.form, place.file_bytes
+                self._spark, place.path, place.log_id, place.catalog, place.spec, place.file_bytes
             )
             self._opened[place.path] = opened
         return self._opened[place.path]
 
-    def _land(self, work: LandWork) -> Outcome:
-        return _timed(work.schema.table, partial(self._landed, work))
+    def _commit_load(self, work: CommitLoadWork) -> Outcome:
+        return _timed(work.schema.table, partial(self._run_commit_load, work))
 
-    def _landed(self, work: LandWork) -> Outcome:
-        rows = self._table(work.place).land(work.schema, work.files, work.cursor, origin=work.origin)
-        return Outcome(table=work.schema.table, rows=rows, cursor=work.cursor, schema=work.schema)
+    def _run_commit_load(self, work: CommitLoadWork) -> Outcome:
+        rows = self._table(work.location).commit_load(work.schema, work.files, work.position_after, origin=work.origin)
+        return Outcome(table=work.schema.table, rows=rows, applied_position=work.position_after, schema=work.schema)
 
-    def _tend(self, work: TendWork) -> Outcome:
+    def _compact(self, work: CompactWork) -> Outcome:
         def tended() -> Outcome:
-            return Outcome(table=work.table, tended=self._table(work.place).tend(work.upkeep, work.expected))
+            return Outcome(
+                table=work.table, upkeep_result=self._table(work.location).compact(work.upkeep, work.expected)
+            )
 
         return _timed(work.table, tended)
 
@@ -127,62 +135,62 @@ class SparkEngine:
             table=work.table,
             rows=folded.changes,
             seconds=time.monotonic() - started,
-            cursor=work.cursor,
-            schema=work.shape,
+            applied_position=work.position_after,
+            schema=work.schema,
             bytes_changed=folded.bytes,
             bytes_written=applied.bytes,
             version=applied.version,
-            letters=sum(len(item.causes) for item in folded.aside),
+            dead_letters=sum(len(item.causes) for item in folded.rejects),
         )
 
-    def _applied(self, work: ApplyWork) -> tuple[FoldedFiles, Applied]:
+    def _applied(self, work: ApplyWork) -> tuple[FoldedFiles, WriteResult]:
         """One commit; what the table cannot take is set aside first, as `setting_aside` has it."""
-        table, letters = self._table(work.place), Letters(work.log, work.table)
+        table, letters = self._table(work.location), DeadLetterStore(work.log, work.table)
         with table.scratch() as scratch:
-            if not letters.any:
+            if not letters.has_any:
                 try:
-                    return self._attempted(work, table, scratch / "plain")
-                except NOT_TAKEN:
-                    if not work.letters:
+                    return self._fold_and_apply(work, table, scratch / "plain")
+                except REJECTABLE_ERRORS:
+                    if not work.dead_letters_enabled:
                         raise
-            here = table.cursor()
+            here = table.applied_position()
             if here != work.expected:  # it is done already, or this says why it cannot be
                 nothing = FoldedFiles()
-                return nothing, table.apply_files(work.shape, nothing, work.expected, work.cursor, touch=True)
-            letters.settle(work.expected.load, table.late())
-            letters.void(work.expected.seq)
-            done = self._attempted(work, table, scratch / "sifted", sifts=True)
-        letters.tidy(work.cursor.seq)
+                return nothing, table.apply_files(work.schema, nothing, work.expected, work.position_after, touch=True)
+            letters.recover(work.expected.load, table.replay_id())
+            letters.discard_after(work.expected.seq)
+            done = self._fold_and_apply(work, table, scratch / "sifted", sifts=True)
+        letters.remove_closed(work.position_after.seq)
         failpoints.hit("letters.tidied")
         return done
 
-    def _attempted(
-        self, work: ApplyWork, table: WrittenTable, scratch: Path, *, sifts: bool = False
-    ) -> tuple[FoldedFiles, Applied]:
+    def _fold_and_apply(
+        self, work: ApplyWork, table: ConnectorTable, scratch: Path, *, sifts: bool = False
+    ) -> tuple[FoldedFiles, WriteResult]:
         scratch.mkdir()
-        folded = fold_stretch(work, scratch, self._in_tasks, sifts=sifts)
-        if asked := sorted(scratch.glob(f"*{ASKED}")):
+        folded = fold_range(work, scratch, self._in_tasks, sifts=sifts)
+        if asked := sorted(scratch.glob(f"*{ASKED_KEYS_SUFFIX}")):
             again = scratch / "again"
             again.mkdir()
-            if table.find_missing(work.shape, asked, again / MISSING):
-                folded = fold_stretch(work, again, self._in_tasks, sifts=True)
-        if folded.aside:
-            (error,) = self._in_tasks(keep_aside, [KeepWork(work=work, aside=folded.aside)])
+            if table.write_missing_keys(work.schema, asked, again / MISSING_KEYS):
+                folded = fold_range(work, again, self._in_tasks, sifts=True)
+        if folded.rejects:
+            (error,) = self._in_tasks(store_task_rejects, [StoreRejectsWork(work=work, rejects=folded.rejects)])
             if error is not None:
                 raise error
-        given = None if work.reader is None else self._given(work, table, scratch)
-        applied = table.apply_files(work.shape, folded, work.expected, work.cursor, touch=True, given=given)
+        given = None if work.reader is None else self._refetch_in_task(work, table, scratch)
+        applied = table.apply_files(work.schema, folded, work.expected, work.position_after, touch=True, given=given)
         return folded, applied
 
-    def _given(self, work: ApplyWork, table: WrittenTable, scratch: Path) -> Given:
+    def _refetch_in_task(self, work: ApplyWork, table: ConnectorTable, scratch: Path) -> RefetchFrame:
         """Rows that a task reads from the source again; the keys and the rows pass through files."""
 
         def rows(keys: DataFrame) -> DataFrame:
             keys.coalesce(1).write.parquet(str(scratch / "keys"))
-            (error,) = self._in_tasks(_read_given, [_Asked(work=work, scratch=scratch)])
+            (error,) = self._in_tasks(_refetch_from_key_file, [_KeyFileRefetch(work=work, scratch=scratch)])
             if error is not None:
                 raise error
-            fields = table.source_fields(work.shape)
+            fields = table.source_fields(work.schema)
             return table.session.read.schema(fields).parquet(str(scratch / "given.parquet"))
 
         return rows
@@ -191,66 +199,72 @@ class SparkEngine:
         return _timed(work.table, partial(self._evolved, work))
 
     def _evolved(self, work: EvolveWork) -> Outcome:
-        applied = self._table(work.place).evolve(work.recast, work.expected)
-        return Outcome(table=work.table, cursor=work.expected, schema=work.recast.schema, bytes_written=applied.bytes)
+        applied = self._table(work.location).evolve(work.recast, work.expected)
+        return Outcome(
+            table=work.table, applied_position=work.expected, schema=work.recast.schema, bytes_written=applied.bytes
+        )
 
     def _refresh(self, work: RefreshWork) -> Outcome:
-        return _timed(work.schema.table, lambda: refreshed(self._table(work.place), work))
+        return _timed(work.schema.table, lambda: refresh_with(self._table(work.location), work))
 
-    def _deliver(self, work: DeliverWork) -> Outcome:
-        return _timed(work.shape.table, partial(self._delivered, work))
+    def _replay_rows(self, work: ReplayRowsWork) -> Outcome:
+        return _timed(work.schema.table, partial(self._run_replay_rows, work))
 
-    def _delivered(self, work: DeliverWork) -> Outcome:
+    def _run_replay_rows(self, work: ReplayRowsWork) -> Outcome:
         """One commit of the rows that may come in, then what became of the letters: both as `redelivery` has it."""
-        table, version = self._table(work.place), None
+        table, version = self._table(work.location), None
         with table.scratch() as scratch:
-            (found,) = self._in_tasks(stage_letters, [StageWork(work=work, path=scratch / "ready.parquet")])
+            (found,) = self._in_tasks(
+                stage_replay_rows, [StageReplayRowsWork(work=work, path=scratch / "ready.parquet")]
+            )
             if isinstance(found, TailraceError):
                 raise found
             if found.upserts:
-                version = table.put_files(work.shape, found, work.expected).version
-        done: Outcome = self._in_tasks(deliver_letters, [replace(work, put=False)])[0]
+                version = table.upsert_files(work.schema, found, work.expected).version
+        done: Outcome = self._in_tasks(replay_rows, [replace(work, writes_rows=False)])[0]
         return replace(done, version=version)
 
-    def _deliver_late(self, work: LateWork) -> Outcome:
-        return _timed(work.shape.table, partial(self._delivered_late, work))
+    def _replay_changes(self, work: ReplayChangesWork) -> Outcome:
+        return _timed(work.schema.table, partial(self._run_replay_changes, work))
 
-    def _delivered_late(self, work: LateWork) -> Outcome:
+    def _run_replay_changes(self, work: ReplayChangesWork) -> Outcome:
         """One commit of what letters hold, then what became of them: both as `late_letters` has it."""
-        table, version = self._table(work.place), None
+        table, version = self._table(work.location), None
         with table.scratch() as scratch:
-            (found,) = self._in_tasks(stage_late, [StageLateWork(work=work, path=scratch / "late.parquet")])
+            (found,) = self._in_tasks(
+                stage_replay_changes, [StageReplayChangesWork(work=work, path=scratch / "late.parquet")]
+            )
             if isinstance(found, TailraceError):
                 raise found
             promised, folded = found
-            if promised.late is not None:
-                version = table.add_files(
-                    work.shape, folded, work.expected, after=promised.after, late=promised.late
+            if promised.replay_id is not None:
+                version = table.append_files(
+                    work.schema, folded, work.expected, after=promised.previous_replay_id, late=promised.replay_id
                 ).version
-        left = end_late(work, promised, version)
-        return Outcome(table=work.shape.table, rows=promised.letters, letters=left, version=version)
+        left = confirm_replay(work, promised, version)
+        return Outcome(table=work.schema.table, rows=promised.dead_letters, dead_letters=left, version=version)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _KeyFileRefetch:
     """Keys that lie in a file, whose rows are to be read again."""
 
     work: ApplyWork
     scratch: Path
 
 
-def _read_given(asked: _Asked) -> TailraceError | None:
+def _refetch_from_key_file(asked: _KeyFileRefetch) -> TailraceError | None:
     work = asked.work
     try:
         keys = pq.read_table(asked.scratch / "keys")
-        stored = work.place.form.stored(work.shape)
+        stored = work.location.spec.stored_schema(work.schema)
         columns = [stored.columns[i] for i in key_ordinals(stored)]
         fields = pa.schema([(column.name, column.type) for column in columns])
-        transactions = {tx for batch in change_batches(work, work.expected.seq) for tx in _transactions(batch)}
-        rows = read_again(work, sorted(transactions), keys.select(fields.names).cast(fields))
+        transactions = {tx for batch in read_change_batches(work, work.expected.seq) for tx in _transactions(batch)}
+        rows = refetch_rows(work, sorted(transactions), keys.select(fields.names).cast(fields))
         pq.write_table(rows, asked.scratch / "given.parquet", store_schema=False)
     except Exception as error:  # the task's boundary
-        return as_ours(error)
+        return as_tailrace_error(error)
     return None
 
 
@@ -265,7 +279,7 @@ def _failed(table: TableId, error: Exception) -> Outcome:
         if isinstance(cause, (Py4JNetworkError, ConnectionError)):
             raise error
         cause = cause.__cause__
-    return Outcome(table=table, error=as_ours(error))
+    return Outcome(table=table, error=as_tailrace_error(error))
 
 
 def _timed(table: TableId, work: Callable[[], Outcome]) -> Outcome:

@@ -24,7 +24,7 @@ def table_at(folder: Path) -> str:
     return f"delta.{quoted(str(folder))}"
 
 
-def named(name: str) -> SparkColumn:
+def column_named(name: str) -> SparkColumn:
     """A column by its very name."""
     return f.col(quoted(name))
 
@@ -42,13 +42,13 @@ def all_of(conditions: Sequence[SparkColumn]) -> SparkColumn:
     return whole
 
 
-def bits(value: SparkColumn, column: Column) -> SparkColumn:
+def comparable_bits(value: SparkColumn, column: Column) -> SparkColumn:
     """To compare images by: 0.0 is not -0.0 there, and Spark takes them for equal."""
     kind = column.type.value_type if pa.types.is_list(column.type) else column.type
     return value.cast("string") if pa.types.is_floating(kind) else value
 
 
-def as_table(schema: TableSchema, rows: DataFrame) -> DataFrame:
+def as_table_rows(schema: TableSchema, rows: DataFrame) -> DataFrame:
     """The folded rows that come, under the table's own names; a row of a keyless table as often as it came."""
     came = rows.where(f.col("op") == UPSERT)
     if not schema.key:
@@ -56,7 +56,7 @@ def as_table(schema: TableSchema, rows: DataFrame) -> DataFrame:
     return came.select(*(f.col(f"c{i}").alias(column.name) for i, column in enumerate(schema.columns)))
 
 
-def merge_statement(
+def mirror_merge_sql(
     schema: TableSchema,
     target: str,
     view: str,

@@ -25,10 +25,17 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
-from tailrace.tables.delta.commit_log import Written, fsync
+from tailrace.tables.delta.commit_log import CommitFiles, fsync
 from tailrace.tables.iceberg.catalogs import SPARK_CATALOG, Catalog, local_path
-from tailrace.tables.iceberg.commit_log import TOKEN, Metadata
-from tailrace.tables.iceberg.schema_mapping import Field, Parting, Spec, parting, partition_json, schema_json
+from tailrace.tables.iceberg.commit_log import TOKEN, IcebergMetadata
+from tailrace.tables.iceberg.schema_mapping import (
+    Field,
+    PartitionChange,
+    Spec,
+    partition_json,
+    plan_partition_change,
+    schema_json,
+)
 from tailrace.tables.iceberg.table import DATA
 
 _MAIN = "main"
@@ -48,7 +55,7 @@ class NewFile:
     """The values that all its rows have."""
 
 
-class Commits:
+class IcebergCommits:
     """One table, as Iceberg's own objects in Spark's Java process have it; opened anew for each commit."""
 
     def __init__(self, session: SparkSession, catalog: Catalog, path: Path) -> None:
@@ -92,7 +99,7 @@ class Commits:
     def _schema(self, fields: Sequence[Field]) -> Any:
         return self._iceberg.SchemaParser.fromJson(schema_json(fields))
 
-    def _spec(self, schema: Any, given: Parting) -> Any:
+    def _spec(self, schema: Any, given: PartitionChange) -> Any:
         return self._iceberg.PartitionSpecParser.fromJson(schema, json.dumps(given.spec))
 
     def _table(self) -> Any:
@@ -112,7 +119,7 @@ class Commits:
         listed, identifier = self._ready(), self._identifier()
         schema = self._schema(fields)
         making = listed.buildTable(identifier, schema)
-        making = making.withPartitionSpec(self._spec(schema, parting(fields, partition_by, (), ())))
+        making = making.withPartitionSpec(self._spec(schema, plan_partition_change(fields, partition_by, (), ())))
         for name, value in properties.items():
             making = making.withProperty(name, value)
         if self._catalog.kind != "hadoop":
@@ -121,7 +128,7 @@ class Commits:
         added = transaction.newAppend()
         for file in files:
             added.appendFile(self._data_file(transaction.table(), file))
-        _say(added, summary)
+        _set_summary(added, summary)
         number: int = transaction.currentMetadata().currentSnapshot().snapshotId()
         self.sync(number, transaction.table())
         transaction.commitTransaction()
@@ -130,7 +137,7 @@ class Commits:
 
     def replace(
         self,
-        seen: Metadata,
+        seen: IcebergMetadata,
         fields: Sequence[Field],
         partition_by: Sequence[str],
         files: Sequence[NewFile],
@@ -143,32 +150,36 @@ class Commits:
             change = transaction.newOverwrite().overwriteByRowFilter(self._iceberg.expressions.Expressions.alwaysTrue())
             for file in files:
                 change.addFile(self._data_file(transaction.table(), file))
-            _say(change, summary)
+            _set_summary(change, summary)
 
-        return self._change(seen, fields, properties, overwrite, parting(fields, partition_by, seen.specs, seen.fields))
+        return self._change(
+            seen, fields, properties, overwrite, plan_partition_change(fields, partition_by, seen.specs, seen.fields)
+        )
 
-    def state(
+    def commit_position(
         self,
-        seen: Metadata,
+        seen: IcebergMetadata,
         properties: Mapping[str, str],
         summary: Mapping[str, str],
         fields: Sequence[Field] | None = None,
     ) -> int:
         """A snapshot without a change of rows, which says something else; the columns may be others."""
-        return self._change(seen, fields, properties, lambda transaction: _say(transaction.newFastAppend(), summary))
+        return self._change(
+            seen, fields, properties, lambda transaction: _set_summary(transaction.newFastAppend(), summary)
+        )
 
     def _change(
         self,
-        seen: Metadata,
+        seen: IcebergMetadata,
         fields: Sequence[Field] | None,
         properties: Mapping[str, str],
         change: Callable[[Any], None],
-        parted: Parting | None = None,
+        parted: PartitionChange | None = None,
     ) -> int:
         table = self._table()
         operations, base = table.operations(), self._base(table, seen)
         builder = self._iceberg.TableMetadata.buildFrom(base).setProperties(dict(properties))
-        if parted is not None and parted.afresh:
+        if parted is not None and parted.drops_snapshots:
             # Before the columns change: Iceberg would bind what is to go to the new ones.
             self._forget_partitions(builder.removeSnapshots(base.snapshots()), seen.specs)
         if fields is not None:
@@ -196,19 +207,19 @@ class Commits:
             builder.setDefaultPartitionSpec(self._iceberg.PartitionSpec.unpartitioned())
             removed({last["spec-id"]}).applyTo(builder)
 
-    def _base(self, table: Any, seen: Metadata) -> Any:
+    def _base(self, table: Any, seen: IcebergMetadata) -> Any:
         """The newest metadata, if it is still what was looked at."""
         base = table.operations().current()
         now = base.currentSnapshot()
         if (None if now is None else now.snapshotId()) != seen.snapshot:
             raise Overtaken
-        if base.currentSchemaId() != seen.said["current-schema-id"]:
+        if base.currentSchemaId() != seen.document["current-schema-id"]:
             raise Overtaken
-        if base.defaultSpecId() != seen.said["default-spec-id"]:
+        if base.defaultSpecId() != seen.document["default-spec-id"]:
             raise Overtaken
         return base
 
-    def staged(self, token: str) -> int:
+    def staged_snapshot(self, token: str) -> int:
         """The number of the snapshot that was staged with this token."""
         snapshots = _each(self._table().snapshots())
         found = [item.snapshotId() for item in snapshots if item.summary().get(TOKEN) == token]
@@ -217,7 +228,7 @@ class Commits:
         number: int = found[0]
         return number
 
-    def publish(self, seen: Metadata, number: int, properties: Mapping[str, str]) -> None:
+    def publish(self, seen: IcebergMetadata, number: int, properties: Mapping[str, str]) -> None:
         """Make a staged snapshot the newest, if it follows the one that was looked at and that is the newest still."""
         table = self._table()
         base = self._base(table, seen)
@@ -225,7 +236,7 @@ class Commits:
             raise Overtaken
         builder = self._iceberg.TableMetadata.buildFrom(base).setProperties(dict(properties))
         builder = builder.setBranchSnapshot(number, _MAIN)
-        left = [base.snapshot(stray) for stray in seen.strays() if base.snapshot(stray) is not None]
+        left = [base.snapshot(stray) for stray in seen.orphan_snapshots() if base.snapshot(stray) is not None]
         if left:
             builder = builder.removeSnapshots(left)
         table.operations().commit(base, builder.build())
@@ -237,7 +248,7 @@ class Commits:
         """All that Iceberg knows of the table, in memory."""
         return self._table().operations().current()
 
-    def take_over(self, seen: Metadata, made: Any) -> None:
+    def take_over(self, seen: IcebergMetadata, made: Any) -> None:
         """Make the table what another is that went on from a copy of its metadata (`Metadata.as_of`): its newest
         snapshot is the newest here, after those that led to it. What it no longer is partitioned by goes, as with
         `replace`."""
@@ -287,7 +298,7 @@ class Commits:
 
     # On disk.
 
-    def sync(self, number: int, table: Any = None) -> Written:
+    def sync(self, number: int, table: Any = None) -> CommitFiles:
         """Push what a snapshot has written to the disk, before anyone may see it."""
         table = table or self._table()
         snapshot, io = table.snapshot(number), table.io()
@@ -300,7 +311,7 @@ class Commits:
         for path in (*files, *({file.parent for file in files} | around)):
             fsync(path)
         summary = snapshot.summary()
-        return Written(*(int(summary.get(name) or 0) for name in _COUNTS))
+        return CommitFiles(*(int(summary.get(name) or 0) for name in _COUNTS))
 
     def _sync_metadata(self, operations: Any) -> None:
         location = operations.refresh().metadataFileLocation()
@@ -311,7 +322,7 @@ class Commits:
 
     # Upkeep.
 
-    def join(self, file_bytes: int, least: int) -> tuple[int, int, int]:
+    def compact_files(self, file_bytes: int, least: int) -> tuple[int, int, int]:
         """Write small files anew as larger ones: how many there were, how many there are, and their bytes."""
         action = self._iceberg.spark.actions.SparkActions.get(self._session._jsparkSession)
         action = action.rewriteDataFiles(self._table())
@@ -321,7 +332,7 @@ class Commits:
         done = action.execute()
         return done.rewrittenDataFilesCount(), done.addedDataFilesCount(), done.rewrittenBytesCount()
 
-    def expire(self, older_than_ms: int) -> None:
+    def expire_snapshots(self, older_than_ms: int) -> None:
         """Forget snapshots of before a time, and remove the files that only they have."""
         self._table().expireSnapshots().expireOlderThan(older_than_ms).retainLast(1).commit()
 
@@ -333,13 +344,13 @@ def _each(found: Any) -> Iterator[Any]:
         yield passing.next()
 
 
-def _say(change: Any, summary: Mapping[str, str]) -> None:
+def _set_summary(change: Any, summary: Mapping[str, str]) -> None:
     for name, value in summary.items():
         change.set(name, value)
     change.commit()
 
 
-def linked(staged: Path, folder: Path) -> Path:
+def link_file(staged: Path, folder: Path) -> Path:
     """A staged file under its other name, as one of the table's own; what was staged may then be removed."""
     inside = folder / DATA
     inside.mkdir(parents=True, exist_ok=True)

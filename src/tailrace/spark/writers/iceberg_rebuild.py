@@ -32,52 +32,52 @@ from tailrace.model import change
 from tailrace.spark.writers.iceberg_writer import PROPERTIES, SparkIcebergTable
 from tailrace.tables.delta.commit_log import fsync
 from tailrace.tables.delta.hardlinks import link_files
-from tailrace.tables.delta.load_snapshots import KeptSeed, origin_of
-from tailrace.tables.delta.rebuild_table import Base
+from tailrace.tables.delta.load_snapshots import KeptLoad, origin_of
+from tailrace.tables.delta.rebuild_table import RebuildBase
 from tailrace.tables.evolve.schema_plan import Recast
 from tailrace.tables.iceberg.catalogs import Catalog
-from tailrace.tables.iceberg.commit_log import Metadata
+from tailrace.tables.iceberg.commit_log import IcebergMetadata
 from tailrace.tables.iceberg.table import METADATA, REBUILT
-from tailrace.tables.location import Place
-from tailrace.tables.port import Cursor
+from tailrace.tables.location import TableLocation
+from tailrace.tables.port import AppliedPosition
 from tailrace.tables.table_folder import unreadable
-from tailrace.tasks.fold_files import fold_stretch
-from tailrace.tasks.rebuild_backend import REMOVED, Making, Taken, refuse_to_read
-from tailrace.tasks.work import ApplyWork, change_batches
+from tailrace.tasks.fold_files import fold_range
+from tailrace.tasks.rebuild_backend import FILES_REMOVED, ApplyRangeResult, RebuildSession, refuse_refetch
+from tailrace.tasks.work import ApplyWork, read_change_batches
 
 UNFINISHED = "unfinished"
 """The mark."""
 
 
-class IcebergMaker:
+class IcebergRebuildBackend:
     """Of an Iceberg table; Spark is asked for when it is needed."""
 
-    def __init__(self, place: Place, spark: Callable[[], SparkSession]) -> None:
+    def __init__(self, place: TableLocation, spark: Callable[[], SparkSession]) -> None:
         self._place, self._spark = place, spark
 
     @cached_property
     def _table(self) -> SparkIcebergTable:
         return _opened(self._spark(), self._place)
 
-    def lacks(self, base: Base) -> str | None:
-        return None if self._table.has_files(base.version) else REMOVED
+    def why_unavailable(self, base: RebuildBase) -> str | None:
+        return None if self._table.has_files(base.version) else FILES_REMOVED
 
-    def making(self) -> AbstractContextManager[Making]:
-        return _IcebergMaking(self._spark(), self._place, self._table)
+    def open_rebuild(self) -> AbstractContextManager[RebuildSession]:
+        return _IcebergRebuildSession(self._spark(), self._place, self._table)
 
 
-class _IcebergMaking:
-    def __init__(self, spark: SparkSession, place: Place, table: SparkIcebergTable) -> None:
+class _IcebergRebuildSession:
+    def __init__(self, spark: SparkSession, place: TableLocation, table: SparkIcebergTable) -> None:
         assert place.catalog is not None, "whoever calls knows"
         self._spark, self._place, self._table = spark, place, table
         self._around = place.path.absolute() / REBUILT
         self._folder = self._around / uuid.uuid4().hex[:12]
         catalog = Catalog(kind="hadoop", root=self._around, version=place.catalog.version)
-        self.made_at = replace(place, path=self._folder / "table", catalog=catalog)
-        self._seen: Metadata | None = None
+        self.location = replace(place, path=self._folder / "table", catalog=catalog)
+        self._seen: IcebergMetadata | None = None
         self._handed_over = False
 
-    def __enter__(self) -> _IcebergMaking:
+    def __enter__(self) -> _IcebergRebuildSession:
         for left in self._around.glob(f"*/{UNFINISHED}"):
             shutil.rmtree(left.parent, ignore_errors=True)
         _write_file(self._folder / UNFINISHED, "")
@@ -92,56 +92,56 @@ class _IcebergMaking:
 
     @cached_property
     def _new(self) -> SparkIcebergTable:
-        return _opened(self._spark, self.made_at)
+        return _opened(self._spark, self.location)
 
-    def begin(self, base: Base) -> int:
-        self._table.refuse_foreign(base.position.schema.table)
+    def restore_base(self, base: RebuildBase) -> int:
+        self._table.refuse_foreign(base.commit_record.schema.table)
         self._seen = self._table.metadata()
-        version = None if base.seed is not None else base.version
+        version = None if base.kept_load is not None else base.version
         if self._seen is not None:
-            said = self._seen.as_of(version, self.made_at.path, self._place.form.partition_by)
+            said = self._seen.copy_as_of(version, self.location.path, self._place.spec.partition_by)
             said["properties"] |= PROPERTIES
-            _write_file(self.made_at.path / METADATA / "v1.metadata.json", json.dumps(said))
-        if base.seed is not None:
-            self._land(base.seed)
+            _write_file(self.location.path / METADATA / "v1.metadata.json", json.dumps(said))
+        if base.kept_load is not None:
+            self._commit_load(base.kept_load)
         return self._new.rows()
 
-    def _land(self, seed: KeptSeed) -> None:
+    def _commit_load(self, seed: KeptLoad) -> None:
         name = f"base-{self._folder.name}"
         try:
-            files = link_files(seed.folder, DeltaTable(str(seed.folder)), self.made_at.staging, name, copies=True)
+            files = link_files(seed.folder, DeltaTable(str(seed.folder)), self.location.staging, name, copies=True)
         except (DeltaError, OSError) as error:
             raise unreadable(seed.folder, error) from error
-        position = seed.position
-        self._new.land(position.schema, files, position.cursor, origin=origin_of(position))
-        shutil.rmtree(self.made_at.staging, ignore_errors=True)
+        position = seed.commit_record
+        self._new.commit_load(position.schema, files, position.applied_position, origin=origin_of(position))
+        shutil.rmtree(self.location.staging, ignore_errors=True)
 
-    def evolve(self, recast: Recast, expected: Cursor) -> None:
+    def evolve(self, recast: Recast, expected: AppliedPosition) -> None:
         self._new.evolve(recast, expected)
 
-    def apply(self, work: ApplyWork, *, mixed: bool) -> Taken:
-        cursor = work.cursor
-        if work.upto is not None:
-            numbers = [batch.column(change.SEQ)[-1].as_py() for batch in change_batches(work, work.expected.seq)]
+    def apply(self, work: ApplyWork, *, mixed: bool) -> ApplyRangeResult:
+        cursor = work.position_after
+        if work.until is not None:
+            numbers = [batch.column(change.SEQ)[-1].as_py() for batch in read_change_batches(work, work.expected.seq)]
             if not numbers:
-                return Taken(cursor=work.expected, changes=0)
+                return ApplyRangeResult(applied_position=work.expected, changes=0)
             cursor = replace(work.expected, seq=numbers[-1])
 
         def refuse(_: DataFrame) -> DataFrame:
-            refuse_to_read(work.table)
+            refuse_refetch(work.table)
 
         with self._new.scratch() as scratch:
-            folded = fold_stretch(work, scratch, self._in_tasks)
+            folded = fold_range(work, scratch, self._in_tasks)
             applied = self._new.apply_files(
-                work.shape, folded, work.expected, cursor, touch=True, given=refuse if mixed else None
+                work.schema, folded, work.expected, cursor, touch=True, given=refuse if mixed else None
             )
-        return Taken(cursor=applied.cursor, changes=folded.changes)
+        return ApplyRangeResult(applied_position=applied.applied_position, changes=folded.changes)
 
     def _in_tasks(self, task: Callable[[Any], Any], works: Any) -> Any:
         return self._spark.sparkContext.parallelize(works, len(works)).map(task).collect()
 
-    def swap(self, cursor: Cursor) -> int:
-        self._new.move(cursor)
+    def swap(self, cursor: AppliedPosition) -> int:
+        self._new.set_position(cursor)
         rows = self._new.rows()
         failpoints.hit("rebuild.replayed")
         commits, seen = self._table.commits, self._seen
@@ -150,14 +150,14 @@ class _IcebergMaking:
         else:
             commit = partial(commits.take_over, seen, self._new.commits.current())
         for name in ("v*.json", "version-hint.text", ".*.crc"):  # it is no table of its own any more
-            for file in (self.made_at.path / METADATA).glob(name):
+            for file in (self.location.path / METADATA).glob(name):
                 file.unlink()
         (self._folder / UNFINISHED).unlink()
         fsync(self._folder)
         self._handed_over = True
         failpoints.hit("rebuild.linked")
         try:
-            self._table.swap(commit)
+            self._table.run_swap(commit)
         except ForeignWrite:  # so that nothing of it is in the table
             self._handed_over = False
             raise
@@ -165,10 +165,10 @@ class _IcebergMaking:
 
     def _to_list(self) -> Path:
         """What a catalog is to list: the new table, as one that lies where the table is to be."""
-        assert self.made_at.catalog is not None, "one of its own"
-        said = self.made_at.catalog.metadata(self.made_at.path)
+        assert self.location.catalog is not None, "one of its own"
+        said = self.location.catalog.metadata(self.location.path)
         assert said is not None, "it was begun"
-        file = self.made_at.path / METADATA / f"00000-{uuid.uuid4()}.metadata.json"
+        file = self.location.path / METADATA / f"00000-{uuid.uuid4()}.metadata.json"
         _write_file(file, json.dumps({**said, "location": self._table.commits.location, "metadata-log": []}))
         return file
 
@@ -182,6 +182,6 @@ def _write_file(file: Path, content: str) -> None:
         raise unreadable(file, error) from error
 
 
-def _opened(spark: SparkSession, place: Place) -> SparkIcebergTable:
+def _opened(spark: SparkSession, place: TableLocation) -> SparkIcebergTable:
     assert place.catalog is not None, "whoever calls knows"
-    return SparkIcebergTable(spark, place.path, place.log_id, place.catalog, place.form, place.file_bytes)
+    return SparkIcebergTable(spark, place.path, place.log_id, place.catalog, place.spec, place.file_bytes)

@@ -26,23 +26,37 @@ from tailrace import failpoints
 from tailrace.errors import ForeignWrite, TailraceError
 from tailrace.model.schema import Column, TableSchema
 from tailrace.spark.session.connectors import catalog_settings
-from tailrace.spark.writers.frames import named, quoted
-from tailrace.spark.writers.iceberg_commits import Commits, NewFile, Overtaken, linked
+from tailrace.spark.writers.frames import column_named, quoted
+from tailrace.spark.writers.iceberg_commits import IcebergCommits, NewFile, Overtaken, link_file
 from tailrace.spark.writers.merge_table import MergedTable
 from tailrace.spark.writers.staged_rows import recast_rows, refuse_misfit_rows
-from tailrace.tables.compaction_plan import FILES_MIN, Tended, Upkeep
-from tailrace.tables.delta.commit_log import Position, Written
-from tailrace.tables.evolve.recast_columns import kept_columns, lay_out
+from tailrace.tables.compaction_plan import FILES_MIN, UpkeepPlan, UpkeepResult
+from tailrace.tables.delta.commit_log import CommitFiles, CommitRecord
+from tailrace.tables.evolve.recast_columns import plan_columns, retained_columns
 from tailrace.tables.evolve.schema_plan import Recast
-from tailrace.tables.fold.by_mode import loaded, recast_into
+from tailrace.tables.fold.by_mode import recast_for_spec, with_added_columns
 from tailrace.tables.iceberg.catalogs import SPARK_CATALOG, Catalog, local_path
-from tailrace.tables.iceberg.commit_log import LANDED, TOKEN, Metadata, Properties, Summary, landed_as, said_of
-from tailrace.tables.iceberg.schema_mapping import are_same, columns_of, fresh_fields, laid_fields, refuse_iceberg_names
+from tailrace.tables.iceberg.commit_log import (
+    LOADED_SUMMARY_KEY,
+    TOKEN,
+    IcebergMetadata,
+    Properties,
+    Summary,
+    files_digest,
+    summary_and_properties,
+)
+from tailrace.tables.iceberg.schema_mapping import (
+    are_same,
+    columns_of,
+    fresh_fields,
+    recast_fields,
+    refuse_iceberg_names,
+)
 from tailrace.tables.iceberg.table import STAGED, IcebergTable, OpenedIceberg
 from tailrace.tables.partitions import values_of
-from tailrace.tables.port import Applied, Cursor
-from tailrace.tables.position_errors import elsewhere
-from tailrace.tables.spec import PLAIN, Form, Origin
+from tailrace.tables.port import AppliedPosition, WriteResult
+from tailrace.tables.position_errors import wrong_position
+from tailrace.tables.spec import PLAIN_MIRROR, LoadOrigin, TableSpec
 from tailrace.tables.staging import FILE_BYTES, StagedFile, discard, stage
 from tailrace.tables.table_folder import SCRATCH, unreadable
 
@@ -80,15 +94,15 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         path: Path,
         log_id: str,
         catalog: Catalog,
-        form: Form = PLAIN,
+        form: TableSpec = PLAIN_MIRROR,
         file_bytes: int = FILE_BYTES,
     ) -> None:
         super().__init__(spark, path, form, IcebergTable(path, log_id, catalog, form))
         for name, value in catalog_settings(catalog).items():
             self.session.conf.set(name, value)
         self._log_id, self._version, self._file_bytes = log_id, catalog.version, file_bytes
-        self._last = 0, Written()
-        self._commits = Commits(self.session, catalog, self._path)
+        self._last = 0, CommitFiles()
+        self._commits = IcebergCommits(self.session, catalog, self._path)
         self._name = ".".join(map(quoted, (SPARK_CATALOG, *catalog.levels(self._path))))
 
     def files(self) -> list[str]:
@@ -101,65 +115,72 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
     # Loading.
 
     def load(
-        self, schema: TableSchema, batches: Iterable[pa.RecordBatch], cursor: Cursor, *, origin: Origin | None = None
+        self,
+        schema: TableSchema,
+        batches: Iterable[pa.RecordBatch],
+        cursor: AppliedPosition,
+        *,
+        origin: LoadOrigin | None = None,
     ) -> int:
-        stored = self._form.stored(schema)
+        stored = self._form.stored_schema(schema)
         refuse_iceberg_names(stored)
         self._plain.refuse_foreign(schema.table)
         seen, name = self._plain.metadata(), f"load-{uuid.uuid4().hex}"
-        origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
+        origin = origin or LoadOrigin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
         files = stage(
             self._path / STAGED,
             name,
             stored,
-            loaded(self._form, schema, batches, origin),
+            with_added_columns(self._form, schema, batches, origin),
             self._form.partition_by,
             numbered=True,
             file_bytes=self._file_bytes,
         )
         try:
-            return self._land(seen, schema, files, cursor, origin)
+            return self._commit_load(seen, schema, files, cursor, origin)
         finally:
             self._discard(name)
 
-    def land(
+    def commit_load(
         self,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        cursor: Cursor,
+        cursor: AppliedPosition,
         *,
-        origin: Origin | None = None,
+        origin: LoadOrigin | None = None,
         kept: Sequence[Column] = (),
     ) -> int:
-        refuse_iceberg_names(self._form.stored(schema))
+        refuse_iceberg_names(self._form.stored_schema(schema))
         self._plain.refuse_foreign(schema.table)
-        return self._land(self._plain.metadata(), schema, files, cursor, origin, kept)
+        return self._commit_load(self._plain.metadata(), schema, files, cursor, origin, kept)
 
-    def _land(
+    def _commit_load(
         self,
-        seen: Metadata | None,
+        seen: IcebergMetadata | None,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        cursor: Cursor,
-        origin: Origin | None,
+        cursor: AppliedPosition,
+        origin: LoadOrigin | None,
         kept: Sequence[Column] = (),
     ) -> int:
         """Swap what was there when the table was looked at for these files."""
-        rows, landed = sum(file.rows for file in files), landed_as(files)
-        if seen is not None and landed and seen.says(LANDED, landed):
+        rows, landed = sum(file.rows for file in files), files_digest(files)
+        if seen is not None and landed and seen.has_in_summary(LOADED_SUMMARY_KEY, landed):
             return rows
-        stored = self._form.stored(schema)
+        stored = self._form.stored_schema(schema)
         clock = origin.read_at if origin else 0
-        position = Position(log=self._log_id, cursor=cursor, schema=schema, form=self._form, clock=clock)
-        self._replace(seen, (*stored.columns, *kept), files, position, {LANDED: landed} if landed else {})
+        position = CommitRecord(
+            log=self._log_id, applied_position=cursor, schema=schema, spec=self._form, latest_time=clock
+        )
+        self._replace(seen, (*stored.columns, *kept), files, position, {LOADED_SUMMARY_KEY: landed} if landed else {})
         return rows
 
     def _replace(
         self,
-        seen: Metadata | None,
+        seen: IcebergMetadata | None,
         columns: Sequence[Column],
         files: Sequence[StagedFile],
-        position: Position,
+        position: CommitRecord,
         more: Summary,
     ) -> int:
         """Make these staged files, with these columns numbered from one, all that the table holds."""
@@ -167,7 +188,8 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         try:
             news = [
                 NewFile(
-                    path=linked(self._path / STAGED / file.path, self._path), partition=values_of(file.values, columns)
+                    path=link_file(self._path / STAGED / file.path, self._path),
+                    partition=values_of(file.values, columns),
                 )
                 for file in files
             ]
@@ -182,7 +204,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
             return self._commits.replace(seen, fields, by, news, given, said)
 
         try:
-            return self._made(position, commit)
+            return self._commit_with_position(position, commit)
         except ForeignWrite:  # so that nothing of them is in the table
             for new in news:
                 new.path.unlink(missing_ok=True)
@@ -194,41 +216,43 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
 
     # Shape and upkeep.
 
-    def evolve(self, recast: Recast, expected: Cursor) -> Applied:
+    def evolve(self, recast: Recast, expected: AppliedPosition) -> WriteResult:
         table = self._opened()
-        here, old = table.position.cursor, table.position.schema
-        if here == expected and old.same_as(recast.schema):
-            return Applied(committed=False, cursor=here)
+        here, old = table.commit_record.applied_position, table.commit_record.schema
+        if here == expected and old.same_with_facts(recast.schema):
+            return WriteResult(committed=False, applied_position=here)
         if here != expected:
-            raise elsewhere(self._path, here, expected)
-        seen, own = table.metadata, recast_into(self._form, recast)
-        laid = lay_out(columns_of(seen.fields), own)
+            raise wrong_position(self._path, here, expected)
+        seen, own = table.metadata, recast_for_spec(self._form, recast)
+        laid = plan_columns(columns_of(seen.fields), own)
         shape = replace(own.schema, columns=laid.columns, facts=None)
         refuse_iceberg_names(shape)
-        after = replace(table.position, schema=recast.schema)
-        by, fields = self._form.partition_by, laid_fields(seen.fields, laid, seen.last_number)
+        after = replace(table.commit_record, schema=recast.schema)
+        by, fields = self._form.partition_by, recast_fields(seen.fields, laid, seen.last_number)
         # One entry in the table's metadata: no file is touched. But where the table is partitioned by what it was not,
         # all rows are put where they belong.
         if fields is not None and are_same(seen.fields, fields, by):
-            self._made(after, lambda said, given: self._commits.state(seen, given, said, fields))
-            return Applied(committed=True, cursor=here)
+            self._commit_with_position(
+                after, lambda said, given: self._commits.commit_position(seen, given, said, fields)
+            )
+            return WriteResult(committed=True, applied_position=here)
         with self.scratch() as folder:
             rows, name = recast_rows(self._read(table), laid, folder), f"recast-{uuid.uuid4().hex}"
             refuse_misfit_rows(shape, laid.others & {*by}, rows)
             rows.write.parquet(str(folder / "recast"))
             try:
-                files = self._numbered(shape, folder / "recast", name)
+                files = self._with_field_ids(shape, folder / "recast", name)
                 self._replace(seen, shape.columns, files, after, {})
             finally:
                 self._discard(name)
-        return Applied(committed=True, cursor=here, bytes=sum(file.size for file in files))
+        return WriteResult(committed=True, applied_position=here, bytes=sum(file.size for file in files))
 
-    def _numbered(self, shape: TableSchema, folder: Path, name: str) -> list[StagedFile]:
+    def _with_field_ids(self, shape: TableSchema, folder: Path, name: str) -> list[StagedFile]:
         """Rows in Parquet files of Spark's, which does not number what is in a list, as files that the table can
         have."""
         works = [
-            _Anew(
-                shape=shape,
+            _RewriteWork(
+                schema=shape,
                 partition_by=self._form.partition_by,
                 file=file,
                 path=self._path / STAGED,
@@ -237,30 +261,32 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
             )
             for number, file in enumerate(sorted(folder.glob("part-*.parquet")))
         ]
-        done = self.session.sparkContext.parallelize(works, max(len(works), 1)).map(_write_anew).collect()
+        done = self.session.sparkContext.parallelize(works, max(len(works), 1)).map(_rewrite_file).collect()
         return [file for files in done for file in files]
 
-    def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
+    def compact(self, upkeep: UpkeepPlan, expected: AppliedPosition) -> UpkeepResult:
         table = self._opened()
-        if table.position.cursor != expected:
-            raise elsewhere(self._path, table.position.cursor, expected)
-        done = Tended()
-        with self._told():
+        if table.commit_record.applied_position != expected:
+            raise wrong_position(self._path, table.commit_record.applied_position, expected)
+        done = UpkeepResult()
+        with self._spark_errors():
             if upkeep.file_bytes is not None:
-                joined, made, size = self._commits.join(upkeep.file_bytes, FILES_MIN)
-                done = Tended(joined=joined, made=made, bytes=size)
-        if done.joined:
+                joined, made, size = self._commits.compact_files(upkeep.file_bytes, FILES_MIN)
+                done = UpkeepResult(files_compacted=joined, files_written=made, bytes=size)
+        if done.files_compacted:
             # Iceberg's own commit does not state the position; whoever forgets old snapshots must not lose it.
             table = self._opened()
-            self._made(table.position, lambda said, given: self._commits.state(table.metadata, given, said))
+            self._commit_with_position(
+                table.commit_record, lambda said, given: self._commits.commit_position(table.metadata, given, said)
+            )
         if (age := upkeep.remove_after_seconds) is not None:
-            with self._told():
-                self._commits.expire(int((time.time() - age) * 1000))
+            with self._spark_errors():
+                self._commits.expire_snapshots(int((time.time() - age) * 1000))
         return done
 
     # Made anew beside itself: `spark/writers/iceberg_rebuild.py`.
 
-    def metadata(self) -> Metadata | None:
+    def metadata(self) -> IcebergMetadata | None:
         """What its newest commit made of it; None if there is no table."""
         return self._plain.metadata()
 
@@ -272,31 +298,33 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
             return False
         return all(local_path(row["file_path"]).exists() for row in found)
 
-    def move(self, cursor: Cursor) -> None:
+    def set_position(self, cursor: AppliedPosition) -> None:
         """State another position of the same rows, in a commit."""
         table = self._opened()
-        after = replace(table.position, cursor=cursor)
-        self._made(after, lambda said, given: self._commits.state(table.metadata, given, said))
+        after = replace(table.commit_record, applied_position=cursor)
+        self._commit_with_position(
+            after, lambda said, given: self._commits.commit_position(table.metadata, given, said)
+        )
 
     @property
-    def commits(self) -> Commits:
+    def commits(self) -> IcebergCommits:
         return self._commits
 
-    def swap(self, commit: Callable[[], None]) -> None:
+    def run_swap(self, commit: Callable[[], None]) -> None:
         """Run what commits and states the position by itself, with errors of ours."""
         try:
-            with self._told():
+            with self._spark_errors():
                 commit()
         except Overtaken as exc:
             raise self._overtaken() from exc
 
     # What is Iceberg's own.
 
-    def _target(self, table: OpenedIceberg) -> str:
+    def _sql_name(self, table: OpenedIceberg) -> str:
         return self._name
 
-    def _kept(self, table: OpenedIceberg, schema: TableSchema) -> Sequence[Column]:
-        return kept_columns(columns_of(table.metadata.fields), schema)
+    def _retained_columns(self, table: OpenedIceberg, schema: TableSchema) -> Sequence[Column]:
+        return retained_columns(columns_of(table.metadata.fields), schema)
 
     def _staging(self, table: OpenedIceberg) -> Path:
         return self._path / STAGED
@@ -313,7 +341,9 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
     def _save(self, table: OpenedIceberg, rows: DataFrame, mode: str) -> None:
         there = self.session.table(self._name).schema
         columns = [
-            named(field.name) if field.name in rows.columns else f.lit(None).cast(field.dataType).alias(field.name)
+            column_named(field.name)
+            if field.name in rows.columns
+            else f.lit(None).cast(field.dataType).alias(field.name)
             for field in there
         ]
         writer = rows.select(*columns).writeTo(self._name)
@@ -324,7 +354,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
 
     # Commits.
 
-    def _commit(self, table: OpenedIceberg, position: Position, write: Callable[[], None]) -> int:
+    def _commit(self, table: OpenedIceberg, position: CommitRecord, write: Callable[[], None]) -> int:
         def commit(summary: Summary, properties: Properties) -> int:
             with self._staging_as(summary) as token:
                 try:
@@ -333,20 +363,20 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
                     if self._plain.version() != table.metadata.snapshot:
                         raise Overtaken from exc  # whoever was first has tidied up after us, too
                     raise
-                number = self._commits.staged(token)
+                number = self._commits.staged_snapshot(token)
             self._last = number, self._commits.sync(number)
             failpoints.hit("iceberg.staged")
             self._commits.publish(table.metadata, number, properties)
             return number
 
-        return self._made(position, commit)
+        return self._commit_with_position(position, commit)
 
-    def _made(self, position: Position, commit: Callable[[Summary, Properties], int]) -> int:
+    def _commit_with_position(self, position: CommitRecord, commit: Callable[[Summary, Properties], int]) -> int:
         """Make the one commit that says the position; the number of its snapshot."""
         failpoints.hit("table.before_commit")
-        summary, properties = said_of(position, uuid.uuid4().hex)
+        summary, properties = summary_and_properties(position, uuid.uuid4().hex)
         try:
-            with self._told():
+            with self._spark_errors():
                 number = commit(summary, properties)
         except Overtaken as exc:
             raise self._overtaken() from exc
@@ -368,17 +398,17 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
             for name in said:
                 conf.unset(name)
 
-    def _make_durable(self, version: int) -> Written:
+    def _make_durable(self, version: int) -> CommitFiles:
         number, written = self._last
         assert number == version, "what was just committed, and on disk before it was published"
         return written
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Anew:
+class _RewriteWork:
     """A file whose rows are to be written once more."""
 
-    shape: TableSchema
+    schema: TableSchema
     partition_by: tuple[str, ...]
     file: Path
     path: Path
@@ -386,11 +416,11 @@ class _Anew:
     file_bytes: int
 
 
-def _write_anew(work: _Anew) -> tuple[StagedFile, ...]:
-    fields = pa.schema(work.shape.row_fields())
+def _rewrite_file(work: _RewriteWork) -> tuple[StagedFile, ...]:
+    fields = pa.schema(work.schema.row_fields())
     with pq.ParquetFile(work.file) as source:
         rows = (pa.Table.from_batches([batch]).cast(fields).to_batches() for batch in source.iter_batches())
         anew = (batch for some in rows for batch in some)
         return stage(
-            work.path, work.name, work.shape, anew, work.partition_by, numbered=True, file_bytes=work.file_bytes
+            work.path, work.name, work.schema, anew, work.partition_by, numbered=True, file_bytes=work.file_bytes
         )

@@ -7,20 +7,23 @@ from collections.abc import Callable
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 
-from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing
+from tailrace.errors import RELOAD_TABLE_HINT, BaseRowMissing
 from tailrace.model.schema import TableSchema
-from tailrace.spark.writers.frames import bits, named
+from tailrace.spark.writers.frames import column_named, comparable_bits
 from tailrace.tables.fold.fold import DELETE
 
 
-def without(
+def remove_copies(
     schema: TableSchema, table: DataFrame, rows: DataFrame, keep: Callable[[DataFrame], DataFrame]
 ) -> DataFrame:
     """The table's rows less so many copies of each image among the folded rows; too few of one is an error. `keep` has
     rows stay as they are, however often they are asked for."""
-    there = table.select(*(named(c.name).alias(f"t{i}") for i, c in enumerate(schema.columns)))
+    there = table.select(*(column_named(c.name).alias(f"t{i}") for i, c in enumerate(schema.columns)))
     gone = keep(rows.where(f.col("op") == DELETE).withColumn("image", f.monotonically_increasing_id()))
-    same = [bits(f.col(f"t{i}"), c).eqNullSafe(bits(f.col(f"c{i}"), c)) for i, c in enumerate(schema.columns)]
+    same = [
+        comparable_bits(f.col(f"t{i}"), c).eqNullSafe(comparable_bits(f.col(f"c{i}"), c))
+        for i, c in enumerate(schema.columns)
+    ]
     joined = there.join(gone.select(*(f"c{i}" for i in range(len(same))), "image", "copies"), same, "left")
     number = "row_number() OVER (PARTITION BY image ORDER BY image) AS n"
     # Which of equal rows goes is all the same, but it must stay the same.
@@ -34,7 +37,7 @@ def without(
             "rows to be removed are not in the table",
             table=schema.table,
             rows=int(wanted[0]) - found,
-            hint=LOAD_ANEW_HINT,
+            hint=RELOAD_TABLE_HINT,
         )
     kept = joined.where("image IS NULL").unionByName(numbered.where(~dropped).drop("n"))
     return kept.select(*(f.col(f"t{i}").alias(c.name) for i, c in enumerate(schema.columns)))

@@ -15,23 +15,23 @@ from pyspark.sql import functions as f
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
 from tailrace.spark.session.arrow_types import spark_schema
-from tailrace.spark.writers.frames import all_of, bits, merge_statement, named, own_columns, quoted
-from tailrace.tables.delta.diff import Keeping
-from tailrace.tables.fold.fold import CLOSE, DELETE, MARK, UPSERT, Ended, key_ordinals
-from tailrace.tables.spec import CURRENT, VALID_FROM, VALID_TO, Form, TableMode
+from tailrace.spark.writers.frames import all_of, column_named, comparable_bits, mirror_merge_sql, own_columns, quoted
+from tailrace.tables.delta.diff import RetirementRule
+from tailrace.tables.fold.fold import DELETE, END_VERSION, MARK_DELETED, UPSERT, TruncateEffect, key_ordinals
+from tailrace.tables.spec import CURRENT, VALID_FROM, VALID_TO, TableMode, TableSpec
 
-BACK = "back"
+REINSERTED = "back"
 """Beside the rows of a difference: whether a row that goes comes again, changed."""
 
 
-def merge_for(
-    form: Form,
+def merge_sql_for(
+    form: TableSpec,
     stored: TableSchema,
     target: str,
     view: str,
     kept: Collection[int],
     emptied: Collection[str] = (),
-    ended: Ended | None = None,
+    ended: TruncateEffect | None = None,
     also: str = "",
 ) -> str:
     """The merge of a view's rows into a table of the form; `kept`, `emptied` and `also` are as `merge_statement` has
@@ -39,17 +39,17 @@ def merge_for(
     if form.mode is TableMode.HISTORY:
         return _merge_versions(stored, target, view, ended, also)
     if not form.soft_delete:
-        return merge_statement(stored, target, view, kept, emptied, also=also)
-    there = f"NOT t.{quoted(form.mark)}"
-    said = {column.name: f"s.c{stored.names.index(column.name)}" for column in form.added}
-    marks = f" WHEN MATCHED AND s.op = {MARK} AND {there} THEN UPDATE SET {_assigned(said)}"
-    statement = merge_statement(stored, target, view, kept, emptied, matched=marks, also=also)
+        return mirror_merge_sql(stored, target, view, kept, emptied, also=also)
+    there = f"NOT t.{quoted(form.deleted_column)}"
+    said = {column.name: f"s.c{stored.names.index(column.name)}" for column in form.added_columns}
+    marks = f" WHEN MATCHED AND s.op = {MARK_DELETED} AND {there} THEN UPDATE SET {_assigned(said)}"
+    statement = mirror_merge_sql(stored, target, view, kept, emptied, matched=marks, also=also)
     if ended is not None:
         statement += f" WHEN NOT MATCHED BY SOURCE AND {there} THEN UPDATE SET {_assigned(_literals(ended.values))}"
     return statement
 
 
-def _merge_versions(stored: TableSchema, target: str, view: str, ended: Ended | None, also: str) -> str:
+def _merge_versions(stored: TableSchema, target: str, view: str, ended: TruncateEffect | None, also: str) -> str:
     """What comes in stands beside what is there; of that only current versions end, or go if what ends them is the
     transaction that they are from."""
     places = {name: f"s.c{i}" for i, name in enumerate(stored.names)}
@@ -58,7 +58,7 @@ def _merge_versions(stored: TableSchema, target: str, view: str, ended: Ended | 
     statement = (
         f"MERGE INTO {target} t USING {view} s"
         f" ON {' AND '.join(f't.{quoted(name)} = {places[name]}' for name in keys)}"
-        f" AND {current} AND s.op = {CLOSE}{also}"
+        f" AND {current} AND s.op = {END_VERSION}{also}"
         f" WHEN MATCHED AND {tx} = {places[change.TX]} THEN DELETE"
         f" WHEN MATCHED THEN UPDATE SET {_assigned({VALID_TO: places[VALID_TO], CURRENT: 'false'})}"
         f" WHEN NOT MATCHED AND s.op = {UPSERT} THEN INSERT ({', '.join(map(quoted, places))})"
@@ -72,7 +72,7 @@ def _merge_versions(stored: TableSchema, target: str, view: str, ended: Ended | 
     return statement
 
 
-def in_partitions(stored: TableSchema, partitions: Mapping[str, Collection[str] | None]) -> str:
+def partition_condition(stored: TableSchema, partitions: Mapping[str, Collection[str] | None]) -> str:
     """What else is true of rows of the table that a merge is about, as a condition to follow others: Spark passes over
     partitions that do not meet it, which it does not find out by itself from the rows that come."""
     kinds = {field.name: field.dataType.simpleString() for field in spark_schema(pa.schema(stored.row_fields()))}
@@ -108,7 +108,7 @@ def _literal(value: pa.Scalar) -> str:
     return str(said) if isinstance(said, int) else "'" + str(said).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def timed(stored: TableSchema, rows: DataFrame, clock: int) -> DataFrame:
+def not_before_clock(stored: TableSchema, rows: DataFrame, clock: int) -> DataFrame:
     """Folded rows of a history with no time before the clock."""
     for name in (VALID_FROM, VALID_TO):
         place = f"c{stored.names.index(name)}"
@@ -121,50 +121,59 @@ def _at_least(column: SparkColumn, least: SparkColumn) -> SparkColumn:
     return f.when(column < least, least).otherwise(column)
 
 
-def difference(
+def rows_to_change(
     stored: TableSchema,
     counts: int,
     table: DataFrame,
     staged: DataFrame,
     listed: DataFrame | None,
-    keeping: Keeping | None = None,
+    keeping: RetirementRule | None = None,
 ) -> DataFrame:
     """What must be written and what must go, so that a table holds the staged rows, as a merge takes it; and whether
     a row that goes comes again. Only the first `counts` columns tell whether two rows are the same. With `listed` keys,
     rows of the table that are not staged stay if their key is listed."""
     columns, own = stored.columns, key_ordinals(stored)
-    staged = staged.select(*(named(c.name).alias(f"c{i}") for i, c in enumerate(columns)))
-    there = table.select(*(named(c.name).alias(f"t{i}") for i, c in enumerate(columns)))
+    staged = staged.select(*(column_named(c.name).alias(f"c{i}") for i, c in enumerate(columns)))
+    there = table.select(*(column_named(c.name).alias(f"t{i}") for i, c in enumerate(columns)))
     there = there.withColumn("there", f.lit(True))
     flag = f.col(f"t{stored.names.index(keeping.flag)}") if keeping is not None else f.lit(False)
     if keeping is not None and not keeping.replaces:
-        there = there.where(flag != f.lit(keeping.past))
+        there = there.where(flag != f.lit(keeping.retired_value))
     same_key = [f.col(f"c{i}") == f.col(f"t{i}") for i in own]
-    same = all_of([bits(f.col(f"c{i}"), c).eqNullSafe(bits(f.col(f"t{i}"), c)) for i, c in enumerate(columns[:counts])])
+    same = all_of(
+        [
+            comparable_bits(f.col(f"c{i}"), c).eqNullSafe(comparable_bits(f.col(f"t{i}"), c))
+            for i, c in enumerate(columns[:counts])
+        ]
+    )
     came = staged.join(there, same_key, "left").where(f.col("there").isNull() | ~same)
     gone = there.join(staged, same_key, "left_anti")
     if listed is not None:
-        listed = listed.select(*(named(columns[i].name).alias(f"l{i}") for i in own))
+        listed = listed.select(*(column_named(columns[i].name).alias(f"l{i}") for i in own))
         gone = gone.join(listed, [f.col(f"t{i}") == f.col(f"l{i}") for i in own], "left_anti")
     if keeping is None:
-        return _came(stored, came).unionByName(_gone(stored, gone, DELETE))
-    upserts, values = _came(stored, came, keeping.least), keeping.values
+        return _upserts(stored, came).unionByName(_removals(stored, gone, DELETE))
+    upserts, values = _upserts(stored, came, keeping.least), keeping.values
     if keeping.replaces:
-        return upserts.unionByName(_gone(stored, gone.where(flag != f.lit(keeping.past)), MARK, values))
+        return upserts.unionByName(
+            _removals(stored, gone.where(flag != f.lit(keeping.retired_value)), MARK_DELETED, values)
+        )
     changed = there.join(staged, same_key).where(~same)
-    ends = _gone(stored, gone, CLOSE, values).unionByName(_gone(stored, changed, CLOSE, values, back=True))
+    ends = _removals(stored, gone, END_VERSION, values).unionByName(
+        _removals(stored, changed, END_VERSION, values, back=True)
+    )
     return upserts.unionByName(ends)
 
 
-def _came(stored: TableSchema, rows: DataFrame, least: Mapping[str, pa.Scalar] | None = None) -> DataFrame:
+def _upserts(stored: TableSchema, rows: DataFrame, least: Mapping[str, pa.Scalar] | None = None) -> DataFrame:
     lifted = [
         _at_least(f.col(place), f.expr(_literal(least[name]))).alias(place) if least and name in least else f.col(place)
         for place, name in zip(own_columns(stored), stored.names, strict=True)
     ]
-    return rows.select(*lifted, _op(UPSERT), f.lit(False).alias(BACK))
+    return rows.select(*lifted, _op(UPSERT), f.lit(False).alias(REINSERTED))
 
 
-def _gone(
+def _removals(
     stored: TableSchema, rows: DataFrame, op: int, values: Mapping[str, pa.Scalar] | None = None, *, back: bool = False
 ) -> DataFrame:
     """Rows that go under their keys; what is written into them where they stay all the same, and nothing else."""
@@ -175,7 +184,7 @@ def _gone(
         if values is not None and column.name in values:
             places[i] = f.expr(_literal(values[column.name])).cast(rows.schema[f"t{i}"].dataType)
     own = [value.alias(f"c{i}") for i, value in places.items()]
-    return rows.select(*own, _op(op), f.lit(back).alias(BACK))
+    return rows.select(*own, _op(op), f.lit(back).alias(REINSERTED))
 
 
 def _op(kind: int) -> SparkColumn:

@@ -27,24 +27,30 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
-from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing, ForeignWrite, TableFailed, Unsupported
+from tailrace.errors import RELOAD_TABLE_HINT, BaseRowMissing, ForeignWrite, TableFailed, Unsupported
 from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.spark.session.arrow_types import spark_schema
 from tailrace.spark.session.connectors import TABLE_SETTINGS
-from tailrace.spark.writers.frames import all_of, as_table, named, own_columns
-from tailrace.spark.writers.keyless_delete import without
-from tailrace.spark.writers.merge_sql import BACK, difference, in_partitions, merge_for, timed
+from tailrace.spark.writers.frames import all_of, as_table_rows, column_named, own_columns
+from tailrace.spark.writers.keyless_delete import remove_copies
+from tailrace.spark.writers.merge_sql import (
+    REINSERTED,
+    merge_sql_for,
+    not_before_clock,
+    partition_condition,
+    rows_to_change,
+)
 from tailrace.spark.writers.staged_rows import no_rows, refuse_misfit_rows, staged_rows
-from tailrace.tables.delta.commit_log import REPLACE_HINT, Position, Written
-from tailrace.tables.fold.by_mode import compared, keeping
-from tailrace.tables.fold.fold import DELETE, MARK, UPSERT, Ended, Folded, key_ordinals
-from tailrace.tables.fold.row_versions import ended_after
-from tailrace.tables.port import Applied, Cursor, Reread
-from tailrace.tables.position_errors import overtaken, refuse_elsewhere, refuse_other_letters
-from tailrace.tables.spec import CURRENT, Form, Origin, TableMode
+from tailrace.tables.delta.commit_log import REPLACE_HINT, CommitFiles, CommitRecord
+from tailrace.tables.fold.by_mode import retirement_rule, split_compared
+from tailrace.tables.fold.fold import DELETE, MARK_DELETED, UPSERT, FoldedChanges, TruncateEffect, key_ordinals
+from tailrace.tables.fold.row_versions import clamp_truncate
+from tailrace.tables.port import AppliedPosition, Refetch, WriteResult
+from tailrace.tables.position_errors import concurrent_commit, refuse_other_position, refuse_other_replay
+from tailrace.tables.spec import CURRENT, LoadOrigin, TableMode, TableSpec
 from tailrace.tables.staging import StagedFile
 from tailrace.tables.table_folder import unreadable
-from tailrace.tasks.fold_files import ROWS_AT_ONCE_MAX, FoldedFiles, file_fields, write_folded
+from tailrace.tasks.fold_files import ROWS_AT_ONCE_MAX, FoldedFiles, folded_file_schema, write_folded
 
 BROADCAST_ROWS_MAX = ROWS_AT_ONCE_MAX
 """Rows of a batch whose keys Spark may hand around, through the driver. It goes by the size of files, which says little
@@ -55,41 +61,41 @@ _UNREADABLE = re.compile(r"PATH_NOT_FOUND|FAILED_READ_FILE|CANNOT_READ_FILE|File
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Source:
+class _MergeSource:
     """What a merge is given: rows `c0…cN`, `op`, and a flag `k<i>` for each column in `kept`, true where the table's
     own row keeps its value."""
 
     rows: DataFrame
-    kept: frozenset[int] = frozenset()
-    left_out: int = 0
+    keeping_columns: frozenset[int] = frozenset()
+    missing_at_source: int = 0
     """Rows that were to be read again, and are gone at the source."""
-    emptied: tuple[str, ...] = ()
+    emptied_columns: tuple[str, ...] = ()
     """Columns that only the table has, and that rows lose which are read anew."""
-    ended: Ended | None = None
-    also: str = ""
+    ended: TruncateEffect | None = None
+    extra_condition: str = ""
     """What is known of rows of the table that it is about, as a condition."""
 
 
-Given = Callable[[DataFrame], DataFrame]
+RefetchFrame = Callable[[DataFrame], DataFrame]
 """Rows as the source has them now, for the keys in a frame."""
 
 
-class Standing(Protocol):
+class TableAtCommit(Protocol):
     """A table as it stood when it was looked at."""
 
     @property
-    def position(self) -> Position: ...
+    def commit_record(self) -> CommitRecord: ...
 
 
-Table = TypeVar("Table", bound=Standing)
-Looked = TypeVar("Looked", bound=Standing, covariant=True)
+Table = TypeVar("Table", bound=TableAtCommit)
+Looked = TypeVar("Looked", bound=TableAtCommit, covariant=True)
 
 
-class Plain(Protocol[Looked]):
+class TableInspector(Protocol[Looked]):
     """What a table says of itself without Spark."""
 
-    def cursor(self) -> Cursor | None: ...
-    def shape(self) -> TableSchema | None: ...
+    def applied_position(self) -> AppliedPosition | None: ...
+    def schema(self) -> TableSchema | None: ...
     def rows(self) -> int: ...
     def version(self) -> int | None: ...
     def refuse_foreign(self, table: TableId) -> None: ...
@@ -104,9 +110,9 @@ class MergedTable(abc.ABC, Generic[Table]):
     """As errors call it."""
     whole_files: bool
     """Whether staged files hold the columns of their partition."""
-    _plain: Plain[Table]
+    _plain: TableInspector[Table]
 
-    def __init__(self, spark: SparkSession, path: Path, form: Form, plain: Plain[Table]) -> None:
+    def __init__(self, spark: SparkSession, path: Path, form: TableSpec, plain: TableInspector[Table]) -> None:
         # What a commit says is a setting of the session, so each table has its own.
         self.session = spark.newSession()
         for name, value in TABLE_SETTINGS.items():
@@ -115,11 +121,11 @@ class MergedTable(abc.ABC, Generic[Table]):
         self._path, self._form, self._plain = path.absolute(), form, plain
         self._versions = form.mode is TableMode.HISTORY
 
-    def cursor(self) -> Cursor | None:
-        return self._plain.cursor()
+    def applied_position(self) -> AppliedPosition | None:
+        return self._plain.applied_position()
 
-    def shape(self) -> TableSchema | None:
-        return self._plain.shape()
+    def schema(self) -> TableSchema | None:
+        return self._plain.schema()
 
     def rows(self) -> int:
         return self._plain.rows()
@@ -140,7 +146,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         """All rows, as they were when the table was looked at."""
 
     @abc.abstractmethod
-    def _target(self, table: Table) -> str:
+    def _sql_name(self, table: Table) -> str:
         """The table, as a statement that writes names it."""
 
     @abc.abstractmethod
@@ -148,16 +154,16 @@ class MergedTable(abc.ABC, Generic[Table]):
         """Add rows (`append`), or make them all that there is (`overwrite`)."""
 
     @abc.abstractmethod
-    def _commit(self, table: Table, position: Position, write: Callable[[], None]) -> int:
+    def _commit(self, table: Table, position: CommitRecord, write: Callable[[], None]) -> int:
         """Run the one statement that writes, and commit it with the position if nobody else has committed since the
         table was looked at; the version that it made."""
 
     @abc.abstractmethod
-    def _make_durable(self, version: int) -> Written:
+    def _make_durable(self, version: int) -> CommitFiles:
         """Push a commit and what it wrote to the disk."""
 
     @abc.abstractmethod
-    def _kept(self, table: Table, schema: TableSchema) -> Sequence[Column]:
+    def _retained_columns(self, table: Table, schema: TableSchema) -> Sequence[Column]:
         """The columns that the table holds beside those of its shape."""
 
     @abc.abstractmethod
@@ -181,73 +187,81 @@ class MergedTable(abc.ABC, Generic[Table]):
     def apply(
         self,
         schema: TableSchema,
-        folded: Folded,
-        expected: Cursor,
-        cursor: Cursor,
+        folded: FoldedChanges,
+        expected: AppliedPosition,
+        cursor: AppliedPosition,
         *,
         touch: bool = False,
-        reread: Reread | None = None,
-    ) -> Applied:
-        given = None if reread is None else self._given(schema, reread)
+        reread: Refetch | None = None,
+    ) -> WriteResult:
+        given = None if reread is None else self._refetch_through_file(schema, reread)
         with self.scratch() as folder:
-            files = write_folded(folder / "folded.parquet", self._form.stored(schema), folded, self._form.partition_by)
+            files = write_folded(
+                folder / "folded.parquet", self._form.stored_schema(schema), folded, self._form.partition_by
+            )
             return self.apply_files(schema, files, expected, cursor, touch=touch, given=given)
 
     def apply_files(
         self,
         schema: TableSchema,
         folded: FoldedFiles,
-        expected: Cursor,
-        cursor: Cursor,
+        expected: AppliedPosition,
+        cursor: AppliedPosition,
         *,
         touch: bool = False,
-        given: Given | None = None,
-    ) -> Applied:
+        given: RefetchFrame | None = None,
+    ) -> WriteResult:
         """`apply`, of rows that tasks have folded into files."""
         table = self._opened()
-        here = table.position.cursor
-        if here.covers(cursor) or (folded.empty and not touch):
-            return Applied(committed=False, cursor=here)
-        refuse_elsewhere(self._path, table.position, schema, expected)
-        clock = max(table.position.clock, folded.clock or 0)
-        after = replace(table.position, schema=schema, cursor=cursor, clock=clock)
-        version, upserted = self._write(self._form.stored(schema), table, folded, after, given)
+        here = table.commit_record.applied_position
+        if here.covers(cursor) or (folded.is_empty and not touch):
+            return WriteResult(committed=False, applied_position=here)
+        refuse_other_position(self._path, table.commit_record, schema, expected)
+        clock = max(table.commit_record.latest_time, folded.clock or 0)
+        after = replace(table.commit_record, schema=schema, applied_position=cursor, latest_time=clock)
+        version, upserted = self._write(self._form.stored_schema(schema), table, folded, after, given)
         written = self._make_durable(version)
-        return Applied(
+        return WriteResult(
             committed=True,
-            cursor=cursor,
+            applied_position=cursor,
             upserted=upserted,
             deleted=folded.deletes,
             bytes=written.bytes,
             version=version,
         )
 
-    def put_files(self, schema: TableSchema, folded: FoldedFiles, expected: Cursor) -> Applied:
+    def upsert_files(self, schema: TableSchema, folded: FoldedFiles, expected: AppliedPosition) -> WriteResult:
         """`MendedTable.put`, of rows that a task has put into files."""
         table = self._opened()
-        refuse_elsewhere(self._path, table.position, schema, expected)
-        after = replace(table.position, clock=max(table.position.clock, folded.clock or 0))
+        refuse_other_position(self._path, table.commit_record, schema, expected)
+        after = replace(table.commit_record, latest_time=max(table.commit_record.latest_time, folded.clock or 0))
         return self._put(schema, table, folded, after)
 
-    def late(self) -> str | None:
+    def replay_id(self) -> str | None:
         """The name of the dead letters that came in last, where their own changes did."""
-        return self._opened().position.late
+        return self._opened().commit_record.replay_id
 
-    def add_files(
-        self, schema: TableSchema, folded: FoldedFiles, expected: Cursor, *, after: str | None, late: str
-    ) -> Applied:
+    def append_files(
+        self, schema: TableSchema, folded: FoldedFiles, expected: AppliedPosition, *, after: str | None, late: str
+    ) -> WriteResult:
         """`MendedTable.add`, of rows that a task has put into files."""
         table = self._opened()
-        refuse_elsewhere(self._path, table.position, schema, expected)
-        refuse_other_letters(self._path, table.position, after)
-        return self._put(schema, table, folded, replace(table.position, late=late))
+        refuse_other_position(self._path, table.commit_record, schema, expected)
+        refuse_other_replay(self._path, table.commit_record, after)
+        return self._put(schema, table, folded, replace(table.commit_record, replay_id=late))
 
-    def _put(self, schema: TableSchema, table: Table, folded: FoldedFiles, after: Position) -> Applied:
-        version, upserted = self._write(self._form.stored(schema), table, folded, after, None)
+    def _put(self, schema: TableSchema, table: Table, folded: FoldedFiles, after: CommitRecord) -> WriteResult:
+        version, upserted = self._write(self._form.stored_schema(schema), table, folded, after, None)
         written = self._make_durable(version)
-        return Applied(committed=True, cursor=after.cursor, upserted=upserted, bytes=written.bytes, version=version)
+        return WriteResult(
+            committed=True,
+            applied_position=after.applied_position,
+            upserted=upserted,
+            bytes=written.bytes,
+            version=version,
+        )
 
-    def _given(self, schema: TableSchema, reread: Reread) -> Given:
+    def _refetch_through_file(self, schema: TableSchema, reread: Refetch) -> RefetchFrame:
         """Rows read again by whoever calls; a pipeline has tasks read them."""
 
         def rows(keys: DataFrame) -> DataFrame:
@@ -260,47 +274,49 @@ class MergedTable(abc.ABC, Generic[Table]):
 
     def source_fields(self, schema: TableSchema) -> StructType:
         """The source's columns, by their names in the lake."""
-        fields = self._form.stored(schema).row_fields()
+        fields = self._form.stored_schema(schema).row_fields()
         return spark_schema(pa.schema(fields[: len(schema.columns)]))
 
     def _write(
-        self, schema: TableSchema, table: Table, folded: FoldedFiles, position: Position, given: Given | None
+        self, schema: TableSchema, table: Table, folded: FoldedFiles, position: CommitRecord, given: RefetchFrame | None
     ) -> tuple[int, int]:
         """One commit, in the cheapest way that is exact; its version, and how many rows came."""
         self._bound_broadcasts(folded.upserts + folded.deletes)
         rows = self._folded(schema, folded)
         if self._versions:
-            rows = timed(schema, rows, table.position.clock)
+            rows = not_before_clock(schema, rows, table.commit_record.latest_time)
         if folded.truncated:
             left_out = 0
-            if folded.absent:  # of the table's own rows none stays to take values from
-                source = self._merge_source(schema, table, rows, folded.absent, given)
-                rows, left_out = source.rows, source.left_out
-            came = as_table(schema, rows)
+            if folded.unsent:  # of the table's own rows none stays to take values from
+                source = self._merge_source(schema, table, rows, folded.unsent, given)
+                rows, left_out = source.rows, source.missing_at_source
+            came = as_table_rows(schema, rows)
             version = self._commit(table, position, lambda: self._save(table, came, "overwrite"))
             return version, folded.upserts - left_out
-        if schema.key and not folded.empty and not (self._versions and folded.only_adds):
-            source = self._merge_source(schema, table, rows, folded.absent, None if self._versions else given)
-            ended = ended_after(folded.ended, table.position.clock) if self._versions else folded.ended
-            source = replace(source, ended=ended, also=in_partitions(schema, folded.partitions))
+        if schema.key and not folded.is_empty and not (self._versions and folded.only_adds):
+            source = self._merge_source(schema, table, rows, folded.unsent, None if self._versions else given)
+            ended = clamp_truncate(folded.ended, table.commit_record.latest_time) if self._versions else folded.ended
+            source = replace(source, ended=ended, extra_condition=partition_condition(schema, folded.partitions))
             version = self._commit(table, position, lambda: self._merge(schema, table, source))
-            return version, folded.upserts - source.left_out
+            return version, folded.upserts - source.missing_at_source
         if folded.deletes:
-            left = without(schema, self._read(table), rows, self._keep).unionByName(as_table(schema, rows))
+            left = remove_copies(schema, self._read(table), rows, self._materialise).unionByName(
+                as_table_rows(schema, rows)
+            )
             return self._commit(table, position, lambda: self._save(table, left, "overwrite")), folded.upserts
-        came = as_table(schema, rows)
+        came = as_table_rows(schema, rows)
         return self._commit(table, position, lambda: self._save(table, came, "append")), folded.upserts
 
-    def find_missing(self, schema: TableSchema, asked: Sequence[Path], into: Path) -> bool:
+    def write_missing_keys(self, schema: TableSchema, asked: Sequence[Path], into: Path) -> bool:
         """Put keys, the columns `k0…kN` of files, of which the table has no row into other files; whether there are
         some."""
-        stored = self._form.stored(schema)
+        stored = self._form.stored_schema(schema)
         own = [stored.columns[i] for i in key_ordinals(stored)]
         fields = spark_schema(pa.schema([(f"k{i}", column.type) for i, column in enumerate(own)]))
         keys = self.session.read.schema(fields).parquet(*map(str, asked))
         rows = self._read(self._opened())
-        rows = rows.where(named(CURRENT)) if self._versions else rows
-        there = rows.select(*(named(column.name).alias(f"t{i}") for i, column in enumerate(own)))
+        rows = rows.where(column_named(CURRENT)) if self._versions else rows
+        there = rows.select(*(column_named(column.name).alias(f"t{i}") for i, column in enumerate(own)))
         same = [f.col(f"k{i}") == f.col(f"t{i}") for i in range(len(own))]
         # The few keys are handed around, and not the table.
         held = there.join(f.broadcast(keys), same, "left_semi")
@@ -311,24 +327,24 @@ class MergedTable(abc.ABC, Generic[Table]):
         self.session.conf.set(_BROADCAST, self._broadcast if rows <= BROADCAST_ROWS_MAX else "-1")
 
     def _folded(self, schema: TableSchema, folded: FoldedFiles) -> DataFrame:
-        fields = file_fields(schema)
+        fields = folded_file_schema(schema)
         if not folded.files:
             return no_rows(self.session, fields)
         return self.session.read.schema(spark_schema(fields)).parquet(*map(str, folded.files))
 
     def _merge_source(
-        self, schema: TableSchema, table: Table, rows: DataFrame, absent: frozenset[int], given: Given | None
-    ) -> _Source:
+        self, schema: TableSchema, table: Table, rows: DataFrame, absent: frozenset[int], given: RefetchFrame | None
+    ) -> _MergeSource:
         """The rows as a merge takes them. A row whose base is missing is an error, or is read again."""
         if not absent:
-            return _Source(rows=rows.select(*own_columns(schema), "op"))
+            return _MergeSource(rows=rows.select(*own_columns(schema), "op"))
         keys, there = key_ordinals(schema), self._read(table)
-        held = (there.where(named(CURRENT)) if self._versions else there).select(
-            *(named(schema.columns[i].name).alias(f"b{i}") for i in sorted({*keys, *absent})),
+        held = (there.where(column_named(CURRENT)) if self._versions else there).select(
+            *(column_named(schema.columns[i].name).alias(f"b{i}") for i in sorted({*keys, *absent})),
             f.lit(True).alias("there"),
         )
         bases = [f.col(f"base.c{i}") == f.col(f"b{i}") for i in keys]
-        joined = self._keep(rows.join(held, bases, "left"))
+        joined = self._materialise(rows.join(held, bases, "left"))
         partial, missing = f.col("absent").isNotNull(), f.col("there").isNull()
         # A version takes its place beside the one that it comes from, and needs all that this has.
         still = f.lit(False) if self._versions else all_of([f.col(f"base.c{i}") == f.col(f"c{i}") for i in keys])
@@ -344,30 +360,30 @@ class MergedTable(abc.ABC, Generic[Table]):
             # Of a row that moved nothing in the table can be trusted, as `lookup.without_base` says; and of one without
             # a base nothing is found.
             again = partial & (f.col("moved") | missing)
-            mine = [*keys, *range(len(schema.columns) - len(self._form.added), len(schema.columns))]
+            mine = [*keys, *range(len(schema.columns) - len(self._form.added_columns), len(schema.columns))]
             asked = [f.col(f"c{i}").alias(f"w{i}") for i in mine]
-            wanted = self._keep(joined.where(again).select(*asked, f.col("base").isNull().alias("baseless")))
-            fresh, left_out = self._read_again(schema, wanted, absent, given)
+            wanted = self._materialise(joined.where(again).select(*asked, f.col("base").isNull().alias("baseless")))
+            fresh, left_out = self._refetch_rows(schema, wanted, absent, given)
             kept = joined.where(~again).select(*columns, "op", *flags)
-            return _Source(rows=kept.unionByName(fresh), kept=absent, left_out=left_out)
+            return _MergeSource(rows=kept.unionByName(fresh), keeping_columns=absent, missing_at_source=left_out)
         if lost := joined.where(partial & missing).count():
             raise BaseRowMissing(
                 "a partial change arrived for a row that the table does not hold",
                 table=schema.table,
                 rows=lost,
-                hint=LOAD_ANEW_HINT,
+                hint=RELOAD_TABLE_HINT,
             )
-        return _Source(rows=joined.select(*columns, "op", *flags), kept=absent)
+        return _MergeSource(rows=joined.select(*columns, "op", *flags), keeping_columns=absent)
 
-    def _read_again(
-        self, schema: TableSchema, wanted: DataFrame, absent: frozenset[int], given: Given
+    def _refetch_rows(
+        self, schema: TableSchema, wanted: DataFrame, absent: frozenset[int], given: RefetchFrame
     ) -> tuple[DataFrame, int]:
         """The rows with these keys as they are at the source now, and how many of them are gone there. What the form
         adds is of the change that asks for the row. What stands under the key of one that has no base and is gone goes
         too, as `lookup.Baseless` has it."""
-        theirs = len(schema.columns) - len(self._form.added)
+        theirs = len(schema.columns) - len(self._form.added_columns)
         own = [
-            (named(column.name) if i < theirs else f.col(f"w{i}")).alias(f"c{i}")
+            (column_named(column.name) if i < theirs else f.col(f"w{i}")).alias(f"c{i}")
             for i, column in enumerate(schema.columns)
         ]
         none = [f.lit(False).alias(f"k{i}") for i in sorted(absent)]
@@ -379,23 +395,30 @@ class MergedTable(abc.ABC, Generic[Table]):
             return no_rows(self.session, pa.schema(fields)).select(*own, op, *none), 0
         answers = given(wanted.select(*(f.col(f"w{i}").alias(name) for i, name in names.items())))
         refuse_misfit_rows(schema, {*self._form.partition_by} & {*answers.columns}, answers)
-        same = [named(name) == f.col(f"w{i}") for i, name in names.items()]
+        same = [column_named(name) == f.col(f"w{i}") for i, name in names.items()]
         found = answers.join(wanted.drop("baseless"), same).select(*own, op, *none)
         left = [
             (f.col(f"w{i}") if i in names or i >= theirs else f.lit(None).cast(kind.dataType)).alias(f"c{i}")
             for i, kind in enumerate(spark_schema(pa.schema(schema.row_fields())))
         ]
         # Whatever stands in the table of a row that is to be found as deleted is marked.
-        mark = f.col(f"w{schema.names.index(self._form.mark)}") if self._form.soft_delete else f.lit(False)
-        instead = f.when(mark, MARK).when(f.col("baseless"), DELETE).cast("tinyint")
+        mark = f.col(f"w{schema.names.index(self._form.deleted_column)}") if self._form.soft_delete else f.lit(False)
+        instead = f.when(mark, MARK_DELETED).when(f.col("baseless"), DELETE).cast("tinyint")
         lost = wanted.join(answers, same, "left_anti").where(mark | f.col("baseless"))
-        found = self._keep(found.unionByName(lost.select(*left, instead.alias("op"), *none)))
+        found = self._materialise(found.unionByName(lost.select(*left, instead.alias("op"), *none)))
         return found, asked - found.where(f.col("op") == UPSERT).count()
 
-    def _merge(self, schema: TableSchema, table: Table, source: _Source) -> None:
+    def _merge(self, schema: TableSchema, table: Table, source: _MergeSource) -> None:
         view = f"source_{uuid.uuid4().hex}"
-        merge = merge_for(
-            self._form, schema, self._target(table), view, source.kept, source.emptied, source.ended, source.also
+        merge = merge_sql_for(
+            self._form,
+            schema,
+            self._sql_name(table),
+            view,
+            source.keeping_columns,
+            source.emptied_columns,
+            source.ended,
+            source.extra_condition,
         )
         self._guarded(table, source.rows).createOrReplaceTempView(view)
         try:
@@ -403,51 +426,56 @@ class MergedTable(abc.ABC, Generic[Table]):
         finally:
             self.session.catalog.dropTempView(view)
 
-    def refresh(
+    def merge_load(
         self,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        expected: Cursor,
-        cursor: Cursor,
+        expected: AppliedPosition,
+        cursor: AppliedPosition,
         *,
         keys: Sequence[StagedFile] | None = None,
-        origin: Origin | None = None,
-    ) -> Applied:
+        origin: LoadOrigin | None = None,
+    ) -> WriteResult:
         table, appends = self._opened(), self._form.mode is TableMode.APPEND
         if not schema.key and not appends:
             raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=REPLACE_HINT)
-        here = table.position.cursor
+        here = table.commit_record.applied_position
         if (here != expected and here.covers(cursor)) or (appends and here == cursor):
-            return Applied(committed=False, cursor=here)
-        refuse_elsewhere(self._path, table.position, schema, expected)
-        origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
-        clock = max(table.position.clock, origin.read_at)
-        after = replace(table.position, schema=schema, cursor=cursor, clock=clock)
+            return WriteResult(committed=False, applied_position=here)
+        refuse_other_position(self._path, table.commit_record, schema, expected)
+        origin = origin or LoadOrigin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
+        clock = max(table.commit_record.latest_time, origin.read_at)
+        after = replace(table.commit_record, schema=schema, applied_position=cursor, latest_time=clock)
         if appends:
-            came = self._staged(table, self._form.stored(schema).columns, files)
+            came = self._staged(table, self._form.stored_schema(schema).columns, files)
             self._make_durable(self._commit(table, after, lambda: self._save(table, came, "append")))
-            return Applied(committed=True, cursor=cursor, upserted=sum(file.rows for file in files))
+            return WriteResult(committed=True, applied_position=cursor, upserted=sum(file.rows for file in files))
         self._bound_broadcasts(sum(file.rows for file in files))
         with self.scratch():
             changes = self._difference(schema, table, files, keys, origin)
-            return self._make_equal(self._form.stored(schema), table, after, changes)
+            return self._merge_difference(self._form.stored_schema(schema), table, after, changes)
 
-    def _make_equal(self, schema: TableSchema, table: Table, after: Position, changes: DataFrame) -> Applied:
-        found = self._keep(changes)
-        counts = {(row["op"] == UPSERT, row[BACK]): row["count"] for row in found.groupBy("op", BACK).count().collect()}
+    def _merge_difference(
+        self, schema: TableSchema, table: Table, after: CommitRecord, changes: DataFrame
+    ) -> WriteResult:
+        found = self._materialise(changes)
+        counts = {
+            (row["op"] == UPSERT, row[REINSERTED]): row["count"]
+            for row in found.groupBy("op", REINSERTED).count().collect()
+        }
         if counts:
-            emptied = tuple(column.name for column in self._kept(table, schema))
-            source = _Source(rows=found, emptied=emptied)
+            emptied = tuple(column.name for column in self._retained_columns(table, schema))
+            source = _MergeSource(rows=found, emptied_columns=emptied)
             version = self._commit(table, after, lambda: self._merge(schema, table, source))
-        elif after.cursor != table.position.cursor:
+        elif after.applied_position != table.commit_record.applied_position:
             nothing = no_rows(self.session, pa.schema(schema.row_fields()))
             version = self._commit(table, after, lambda: self._save(table, nothing, "append"))
         else:
-            return Applied(committed=False, cursor=after.cursor)
+            return WriteResult(committed=False, applied_position=after.applied_position)
         self._make_durable(version)
-        return Applied(
+        return WriteResult(
             committed=True,
-            cursor=after.cursor,
+            applied_position=after.applied_position,
             upserted=counts.get((True, False), 0),
             deleted=counts.get((False, False), 0),
         )
@@ -458,28 +486,28 @@ class MergedTable(abc.ABC, Generic[Table]):
         table: Table,
         files: Sequence[StagedFile],
         keys: Sequence[StagedFile] | None,
-        origin: Origin,
+        origin: LoadOrigin,
     ) -> DataFrame:
-        stored, counts = self._form.stored(schema), len(compared(self._form, schema)[0].columns)
+        stored, counts = self._form.stored_schema(schema), len(split_compared(self._form, schema)[0].columns)
         key = [stored.columns[i] for i in key_ordinals(stored)]
         staged = self._staged(table, stored.columns, files)
         listed = None if keys is None else self._staged(table, key, keys)
-        if self._form.keeps:
+        if self._form.holds_messages:
             listed = self._read(table)
-        past = keeping(self._form, origin, table.position.clock)
-        return difference(stored, counts, self._read(table), staged, listed, past)
+        past = retirement_rule(self._form, origin, table.commit_record.latest_time)
+        return rows_to_change(stored, counts, self._read(table), staged, listed, past)
 
     def _staged(self, table: Table, columns: Sequence[Column], files: Sequence[StagedFile]) -> DataFrame:
         return staged_rows(self.session, columns, self._staging(table), files, whole=self.whole_files)
 
-    def _keep(self, rows: DataFrame) -> DataFrame:
+    def _materialise(self, rows: DataFrame) -> DataFrame:
         """Rows that are asked for more than once, in files: a merge refuses what Spark has cached."""
         path = str(self._scratch() / f"kept-{uuid.uuid4().hex}")
         rows.write.parquet(path)
         return self.session.read.schema(rows.schema).parquet(path)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _spark_errors(self) -> Iterator[None]:
         """What Spark says, as one of our errors. Its own text may hold a row, so only its kind is kept."""
         try:
             yield
@@ -498,7 +526,7 @@ class MergedTable(abc.ABC, Generic[Table]):
             ) from exc
 
     def _overtaken(self) -> ForeignWrite:
-        return overtaken(self._path)
+        return concurrent_commit(self._path)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -510,7 +538,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         except OSError as exc:
             raise unreadable(self._path, exc) from exc
         try:
-            with self._told():
+            with self._spark_errors():
                 yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -18,9 +18,16 @@ from pyspark.sql import functions as f
 
 from tailrace.model.schema import Column, TableSchema
 from tailrace.spark.session.arrow_types import spark_schema
-from tailrace.spark.writers.frames import named
-from tailrace.tables.evolve.recast_columns import Laid
-from tailrace.tables.partitions import DAY_MICROS, DAYS, NULL_FOLDER, misfit, room_for, values_of
+from tailrace.spark.writers.frames import column_named
+from tailrace.tables.evolve.recast_columns import RecastColumns
+from tailrace.tables.partitions import (
+    DAY_MICROS,
+    DAYS,
+    NULL_FOLDER,
+    folder_name_bytes_left,
+    partition_value_error,
+    values_of,
+)
 from tailrace.tables.staging import StagedFile
 
 
@@ -53,21 +60,21 @@ def with_partitions(rows: DataFrame, names: Sequence[str], files: Iterable[str],
     said = partitions.append_column(file, pa.array([Path(name).name for name in files]))
     told = rows.withColumn(file, f.col("_metadata.file_name"))
     joined = told.join(f.broadcast(rows.sparkSession.createDataFrame(said, spark_schema(said.schema))), file)
-    return joined.select(*map(named, names))
+    return joined.select(*map(column_named, names))
 
 
-def recast_rows(rows: DataFrame, laid: Laid, scratch: Path) -> DataFrame:
+def recast_rows(rows: DataFrame, laid: RecastColumns, scratch: Path) -> DataFrame:
     """All rows of a table as they are to be."""
     fields = spark_schema(laid.fields)
-    if laid.filled:
+    if laid.backfilled:
         # Through a file, as everything else: a literal of Spark's would be read in this process's time zone.
-        filled = {f"f{i}": pa.array([value], value.type) for i, value in enumerate(laid.filled.values())}
+        filled = {f"f{i}": pa.array([value], value.type) for i, value in enumerate(laid.backfilled.values())}
         pq.write_table(pa.table(filled), scratch / "filled.parquet", store_schema=False)
         rows = rows.crossJoin(f.broadcast(rows.sparkSession.read.parquet(str(scratch / "filled.parquet"))))
-    places = {name: f"f{i}" for i, name in enumerate(laid.filled)}
+    places = {name: f"f{i}" for i, name in enumerate(laid.backfilled)}
     columns = []
-    for field, old in zip(fields, laid.taken, strict=True):
-        value = f.lit(None) if old is None else named(old)
+    for field, old in zip(fields, laid.source_names, strict=True):
+        value = f.lit(None) if old is None else column_named(old)
         if old is None and field.name in places:
             value = f.col(places[field.name])
         columns.append(value.cast(field.dataType).alias(field.name))
@@ -77,8 +84,8 @@ def recast_rows(rows: DataFrame, laid: Laid, scratch: Path) -> DataFrame:
 def refuse_misfit_rows(schema: TableSchema, names: Collection[str], rows: DataFrame) -> None:
     """`refuse_misfits` by a job: refuse rows with a value in one of these columns that cannot be read back."""
     for column in schema.columns:
-        if column.name in names and not rows.where(is_misfit(column, named(column.name))).isEmpty():
-            raise misfit(schema, column.name)
+        if column.name in names and not rows.where(is_misfit(column, column_named(column.name))).isEmpty():
+            raise partition_value_error(schema, column.name)
 
 
 def is_misfit(column: Column, value: SparkColumn) -> SparkColumn:
@@ -86,7 +93,7 @@ def is_misfit(column: Column, value: SparkColumn) -> SparkColumn:
     if pa.types.is_string(column.type):
         plain = f.length(f.regexp_replace(value, "[^A-Za-z0-9_.-]", ""))
         size = 3 * f.octet_length(value) - 2 * plain
-        return value.isin("", NULL_FOLDER) | (size > room_for(column.name))
+        return value.isin("", NULL_FOLDER) | (size > folder_name_bytes_left(column.name))
     if pa.types.is_date32(column.type):
         return ~f.unix_date(value).between(*DAYS)
     if pa.types.is_timestamp(column.type):

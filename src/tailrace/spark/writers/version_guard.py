@@ -21,7 +21,7 @@ _OVERTAKEN = re.compile(rf"{_CODE}|Concurrent\w*Exception|DELTA_CONCURRENT|commi
 """In what Spark says: ours, and the connector's own for a number that is taken."""
 
 
-def guard(session: SparkSession, fields: StructType, folder: Path, version: int) -> DataFrame:
+def version_guard(session: SparkSession, fields: StructType, folder: Path, version: int) -> DataFrame:
     """A frame of no rows and these fields, to be written beside others; it fails if there is a newer version."""
     check = f.udf(_check(folder, version), "boolean", useArrow=False).asNondeterministic()
     nulls = [f.lit(None).cast(field.dataType).alias(field.name) for field in fields]

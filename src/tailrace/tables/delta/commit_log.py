@@ -22,8 +22,8 @@ from deltalake import CommitProperties, DeltaTable, Transaction
 from tailrace.errors import ConfigError, ForeignWrite, TableUnusable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.tables.port import Cursor
-from tailrace.tables.spec import PLAIN, Form
+from tailrace.tables.port import AppliedPosition
+from tailrace.tables.spec import PLAIN_MIRROR, TableSpec
 
 METADATA_KEY = "tailrace"
 FORMAT = 1
@@ -38,16 +38,16 @@ REPLACE_HINT = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew, an
 
 
 @dataclass(frozen=True, kw_only=True)
-class Position:
+class CommitRecord:
     """What one of our commits says of itself."""
 
     log: str
-    cursor: Cursor
+    applied_position: AppliedPosition
     schema: TableSchema
-    form: Form = PLAIN
-    clock: int = 0
+    spec: TableSpec = PLAIN_MIRROR
+    latest_time: int = 0
     """The latest time that a version of a row begins or ends at, µs since 1970."""
-    late: str | None = None
+    replay_id: str | None = None
     """The name of the dead letters that came in last, where their own changes did; every commit says it again."""
 
     def text(self) -> str:
@@ -55,16 +55,16 @@ class Position:
         stored = {
             "format": FORMAT,
             "log": self.log,
-            "seq": self.cursor.seq,
-            "commit": self.cursor.commit,
-            "position": str(self.cursor.position),
-            "load": self.cursor.load,
+            "seq": self.applied_position.seq,
+            "commit": self.applied_position.commit,
+            "position": str(self.applied_position.position),
+            "load": self.applied_position.load,
             "schema": self.schema.to_json(),
         }
-        if self.form != PLAIN:
-            stored |= {"form": self.form.to_json(), "clock": self.clock}
-        if self.late is not None:
-            stored["late"] = self.late
+        if self.spec != PLAIN_MIRROR:
+            stored |= {"form": self.spec.to_json(), "clock": self.latest_time}
+        if self.replay_id is not None:
+            stored["late"] = self.replay_id
         return json.dumps(stored)
 
     def user_metadata(self, token: str) -> str:
@@ -76,27 +76,27 @@ class Position:
         """What makes a commit ours. No retries: a commit made by anyone since the table was read fails it."""
         return CommitProperties(
             custom_metadata={METADATA_KEY: self.text()},
-            app_transactions=[Transaction(app_id(self.log), self.cursor.seq)],
+            app_transactions=[Transaction(app_id(self.log), self.applied_position.seq)],
             max_commit_retries=0,
         )
 
     @classmethod
-    def parse(cls, text: str) -> Position:
+    def parse(cls, text: str) -> CommitRecord:
         stored = json.loads(text)
         if stored["format"] != FORMAT:
             raise TableUnusable(
                 "the table's position was written by a newer Tailrace", format=stored["format"], hint="Update Tailrace."
             )
-        cursor = Cursor(
+        cursor = AppliedPosition(
             seq=stored["seq"], commit=stored["commit"], position=Lsn.parse(stored["position"]), load=stored.get("load")
         )
         return cls(
             log=stored["log"],
-            cursor=cursor,
+            applied_position=cursor,
             schema=TableSchema.from_json(stored["schema"]),
-            form=Form.from_json(stored["form"]) if "form" in stored else PLAIN,
-            clock=stored.get("clock", 0),
-            late=stored.get("late"),
+            spec=TableSpec.from_json(stored["form"]) if "form" in stored else PLAIN_MIRROR,
+            latest_time=stored.get("clock", 0),
+            replay_id=stored.get("late"),
         )
 
 
@@ -111,12 +111,12 @@ def has_commits(folder: Path) -> bool:
     return log.is_dir() and any(entry.suffix in (".json", ".parquet") for entry in log.iterdir())
 
 
-def stands_at(folder: Path, version: int) -> bool:
+def is_newest_version(folder: Path, version: int) -> bool:
     """Whether a table's newest version is this one, as names in its log tell. The newest is never cleared."""
     return _commit_path(folder, version).exists() and not _commit_path(folder, version + 1).exists()
 
 
-def last_position(folder: Path, version: int) -> Position | None:
+def last_commit_record(folder: Path, version: int) -> CommitRecord | None:
     """The position of the last commit that any log of ours made, up to this version; None if there is none."""
     for number in range(version, max(-1, version - MAINTENANCE_COMMITS_MAX), -1):
         found = _Commit.read(folder, number)
@@ -128,13 +128,13 @@ def last_position(folder: Path, version: int) -> Position | None:
 def source_of(folder: Path, version: int) -> TableId | None:
     """The source table that the lake table was last made of; None where that cannot be told."""
     try:
-        found = last_position(folder, version)
+        found = last_commit_record(folder, version)
     except TableUnusable:
         return None
     return None if found is None else found.schema.table
 
 
-def position_of(folder: Path, version: int, log_id: str) -> Position:
+def commit_record_of(folder: Path, version: int, log_id: str) -> CommitRecord:
     """Our position at this version of the table, which is known to hold one; refuse if others wrote since."""
     for number in range(version, max(-1, version - MAINTENANCE_COMMITS_MAX), -1):
         found = _Commit.read(folder, number)
@@ -166,13 +166,13 @@ def position_of(folder: Path, version: int, log_id: str) -> Position:
 def is_ours(folder: Path, version: int, log_id: str) -> bool:
     """Whether nobody else has changed the table."""
     try:
-        position_of(folder, version, log_id)
+        commit_record_of(folder, version, log_id)
     except (ForeignWrite, TableUnusable):
         return False
     return True
 
 
-def own_versions(folder: Path, version: int, log_id: str) -> Iterator[tuple[int, Position]]:
+def own_versions(folder: Path, version: int, log_id: str) -> Iterator[tuple[int, CommitRecord]]:
     """The versions that this log's commits made, newest first, as far back as the table's own log holds them."""
     for number in range(version, -1, -1):
         found = _Commit.read(folder, number)
@@ -194,7 +194,7 @@ def stats_of(folder: Path, version: int, names: Collection[str]) -> dict[str, st
     return found
 
 
-def made_by(folder: Path, version: int, token: str) -> bool:
+def has_token(folder: Path, version: int, token: str) -> bool:
     """Whether a commit is the one with this token."""
     try:
         return token.encode() in _commit_path(folder, version).read_bytes()
@@ -202,7 +202,7 @@ def made_by(folder: Path, version: int, token: str) -> bool:
         return False
 
 
-class Written(NamedTuple):
+class CommitFiles(NamedTuple):
     """What a commit did to a table's files; nothing, where the log no longer holds it."""
 
     added: int = 0
@@ -211,7 +211,7 @@ class Written(NamedTuple):
     """Of the files that it adds."""
 
 
-def make_durable(folder: Path, version: int) -> Written:
+def make_durable(folder: Path, version: int) -> CommitFiles:
     """Push a commit and the files it adds to the disk: Spark leaves them in the operating system's cache."""
     commit = _Commit.read(folder, version)
     names = (*commit.adds, *commit.vectors) if commit else ()
@@ -219,7 +219,7 @@ def make_durable(folder: Path, version: int) -> Written:
         fsync(folder / name)
     sync_folders(folder, names)
     sync_commit(folder, version)
-    return Written(len(commit.adds), len(commit.gone), commit.bytes) if commit else Written()
+    return CommitFiles(len(commit.adds), len(commit.gone), commit.bytes) if commit else CommitFiles()
 
 
 def sync_commit(folder: Path, version: int) -> None:
@@ -235,7 +235,7 @@ def sync_folders(folder: Path, names: Iterable[str]) -> None:
         fsync(folder / parent)
 
 
-def named_since(folder: Path, mtime_ns: int) -> set[str]:
+def files_named_since(folder: Path, mtime_ns: int) -> set[str]:
     """The names of the files that commits made at this time or later have added or removed: some version has, or had,
     each of them. What the log no longer holds is no reader's any more, but for what a later commit removes."""
     log, added = folder / "_delta_log", set[str]()
@@ -267,7 +267,7 @@ def data_path(said: str) -> str:
 class _Commit:
     operation: str
     maintenance: bool
-    position: Position | None
+    position: CommitRecord | None
     adds: tuple[str, ...]
     vectors: tuple[str, ...]
     """The files with deletion vectors of those that it adds."""
@@ -283,7 +283,7 @@ class _Commit:
             actions = _actions(folder, version)
             info = _only(actions, "commitInfo")
             stated = _stated(info)
-            position = None if stated is None else Position.parse(stated)
+            position = None if stated is None else CommitRecord.parse(stated)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as exc:

@@ -20,19 +20,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 
-from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing
+from tailrace.errors import RELOAD_TABLE_HINT, BaseRowMissing
 from tailrace.model import change
 from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.delta.commit_log import data_path
 from tailrace.tables.delta.diff import READ_ROWS, read_rows
-from tailrace.tables.delta.key_lookup import CHUNK_BYTES_MAX, CHUNK_ROWS_MIN, merge_source, missing
-from tailrace.tables.delta.schema_mapping import parts_of
-from tailrace.tables.evolve.recast_columns import kept_columns
-from tailrace.tables.fold.fold import CLOSE, MARK, UPSERT, Ended, Flags, Folded, key_ordinals
+from tailrace.tables.delta.key_lookup import CHUNK_BYTES_MAX, CHUNK_ROWS_MIN, base_row_missing, merge_source
+from tailrace.tables.delta.schema_mapping import partition_values_of
+from tailrace.tables.evolve.recast_columns import retained_columns
+from tailrace.tables.fold.fold import (
+    END_VERSION,
+    MARK_DELETED,
+    UPSERT,
+    Flags,
+    FoldedChanges,
+    TruncateEffect,
+    key_ordinals,
+)
 from tailrace.tables.fold.row_ids import Ints, image_numbers, integer_bits, key_numbers
 from tailrace.tables.fold.whole_rows import operations
-from tailrace.tables.partitions import Parts
-from tailrace.tables.spec import CURRENT, VALID_TO, Form, TableMode
+from tailrace.tables.partitions import PartitionValues
+from tailrace.tables.spec import CURRENT, VALID_TO, TableMode, TableSpec
 
 _REPLACED, _AMENDED, _GONE = 0, 1, 2
 """What becomes of a row of the table; one that is amended takes only the columns that its form adds."""
@@ -56,32 +64,32 @@ class _Concerned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rewriting:
+class RewritePlan:
     """What becomes of a table; `plan` makes it."""
 
     folder: Path
     stored: TableSchema
     """The columns of the table, those included that only it has: they stay with the rows that stay."""
-    source: _Source
+    source: _FoldedSource
     files: Mapping[str, _Concerned]
     """Those to be written anew, smallest first,"""
-    gone: Sequence[str]
+    removed_files: Sequence[str]
     """all that the table then holds no more,"""
-    fresh: Ints
+    inserted_rows: Ints
     """and the source's rows that come in besides."""
-    shared: Parts
+    partition_values: PartitionValues
     """What is not in the files, because all rows of a partition have it."""
 
     def parts(self) -> Iterator[Iterator[pa.RecordBatch]]:
         """What to write: the rows of each file, and with the first those that come in."""
         for number, (name, concerned) in enumerate(self.files.items()):
             yield self._copied(name, concerned, with_fresh=number == 0)
-        if self.fresh.size and not self.files:
+        if self.inserted_rows.size and not self.files:
             yield self._fresh()
 
     def _copied(self, name: str, concerned: _Concerned, *, with_fresh: bool) -> Iterator[pa.RecordBatch]:
         start = 0
-        for batch in read_rows(self.folder / name, self.stored.columns, self.shared.get(name, {})):
+        for batch in read_rows(self.folder / name, self.stored.columns, self.partition_values.get(name, {})):
             here = concerned.within(start, batch.num_rows)
             yield batch if here is None else self.source.put_into(batch, here)
             start += batch.num_rows
@@ -91,14 +99,14 @@ class Rewriting:
     def _fresh(self) -> Iterator[pa.RecordBatch]:
         fields = pa.schema(self.stored.row_fields())
         own = self.source.own
-        for start in range(0, self.fresh.size, READ_ROWS):
-            for batch in own.take(pa.array(self.fresh[start : start + READ_ROWS])).to_batches():
+        for start in range(0, self.inserted_rows.size, READ_ROWS):
+            for batch in own.take(pa.array(self.inserted_rows[start : start + READ_ROWS])).to_batches():
                 others = [pa.nulls(batch.num_rows, kind) for kind in fields.types[own.num_columns :]]
                 yield pa.RecordBatch.from_arrays([*batch.columns, *others], schema=fields)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Source:
+class _FoldedSource:
     """The folded rows as they are put into a table."""
 
     own: pa.Table
@@ -112,25 +120,27 @@ class _Source:
     """The row that every row is amended with which no other is about; no row of its own."""
 
     @classmethod
-    def of(cls, form: Form, schema: TableSchema, table: DeltaTable, folded: Folded) -> _Source:
+    def of(cls, form: TableSpec, schema: TableSchema, table: DeltaTable, folded: FoldedChanges) -> _FoldedSource:
         history = form.mode is TableMode.HISTORY
         rows, kept = merge_source(schema, table, folded.rows, only=CURRENT if history else None)
         rows = rows.combine_chunks()
         own = rows.select(range(len(schema.columns)))
-        added = {VALID_TO, CURRENT} if history else {column.name for column in form.added}
+        added = {VALID_TO, CURRENT} if history else {column.name for column in form.added_columns}
         return cls(
-            own=own if folded.ended is None else pa.concat_tables([own, _ended_row(schema, own.schema, folded.ended)]),
+            own=own
+            if folded.truncate_effect is None
+            else pa.concat_tables([own, _ended_row(schema, own.schema, folded.truncate_effect)]),
             operations=rows.column("op").to_numpy(),
             keeps={i: np.append(rows.column(f"k{i}").to_numpy(), False) for i in kept},
             added=frozenset(i for i, name in enumerate(schema.names) if name in added),
-            ended=None if folded.ended is None else rows.num_rows,
+            ended=None if folded.truncate_effect is None else rows.num_rows,
         )
 
     @classmethod
-    def plain(cls, schema: TableSchema, folded: Folded) -> _Source:
+    def plain(cls, schema: TableSchema, folded: FoldedChanges) -> _FoldedSource:
         """Rows that take no value from the table; one that lacks some is an error."""
         if folded.partial:
-            raise missing(schema, folded.rows.column("absent").is_null().to_numpy())
+            raise base_row_missing(schema, folded.rows.column("absent").is_null().to_numpy())
         own = folded.rows.select(range(len(schema.columns))).combine_chunks()
         return cls(own=own, operations=operations(folded), keeps={}, added=frozenset(), ended=None)
 
@@ -163,7 +173,7 @@ class _Source:
         return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
-def _ended_row(schema: TableSchema, fields: pa.Schema, ended: Ended) -> pa.Table:
+def _ended_row(schema: TableSchema, fields: pa.Schema, ended: TruncateEffect) -> pa.Table:
     values = [
         pa.array([ended.values[column.name].as_py() if column.name in ended.values else None], column.type)
         for column in schema.columns
@@ -171,17 +181,19 @@ def _ended_row(schema: TableSchema, fields: pa.Schema, ended: Ended) -> pa.Table
     return pa.Table.from_arrays(values, schema=fields)
 
 
-def plan(form: Form, schema: TableSchema, folder: Path, table: DeltaTable, folded: Folded) -> Rewriting:
+def plan_rewrite(
+    form: TableSpec, schema: TableSchema, folder: Path, table: DeltaTable, folded: FoldedChanges
+) -> RewritePlan:
     """Find the rows that rows of the table's own shape concern. The files are as the table was opened."""
-    rules: _Rows | _Versions | _Copies
+    rules: _MirrorRules | _HistoryRules | _KeylessRules
     if folded.truncated or not schema.key:
-        rules = _Copies(schema, _Source.plain(schema, folded), folded)
+        rules = _KeylessRules(schema, _FoldedSource.plain(schema, folded), folded)
     elif form.mode is TableMode.HISTORY:
-        rules = _Versions(schema, _Source.of(form, schema, table, folded), folded)
+        rules = _HistoryRules(schema, _FoldedSource.of(form, schema, table, folded), folded)
     else:
-        rules = _Rows(form, schema, _Source.of(form, schema, table, folded))
+        rules = _MirrorRules(form, schema, _FoldedSource.of(form, schema, table, folded))
     adds = pa.table(table.get_add_actions(flatten=True)).sort_by("size_bytes")
-    source, parts = rules.source, parts_of(table, adds)
+    source, parts = rules.source, partition_values_of(table, adds)
     names = list(map(data_path, adds.column("path").to_pylist()))
     files = dict[str, _Concerned]()
     maybe = np.ones(adds.num_rows, np.bool_) if source.ended is not None else _may_hold(adds, rules.sought)
@@ -189,18 +201,20 @@ def plan(form: Form, schema: TableSchema, folder: Path, table: DeltaTable, folde
         shared = parts.get(name, {})
         if rules.may_concern(shared) and (concerned := _look_at(folder / name, rules, shared)) is not None:
             files[name] = concerned
-    return Rewriting(
+    return RewritePlan(
         folder=folder,
-        stored=replace(schema, columns=(*schema.columns, *kept_columns(table, schema)), facts=None),
+        stored=replace(schema, columns=(*schema.columns, *retained_columns(table, schema)), facts=None),
         source=source,
         files=files,
-        gone=names if folded.truncated else list(files),
-        fresh=rules.fresh(),
-        shared=parts,
+        removed_files=names if folded.truncated else list(files),
+        inserted_rows=rules.fresh(),
+        partition_values=parts,
     )
 
 
-def _look_at(path: Path, rules: _Rows | _Versions | _Copies, said: Mapping[str, pa.Scalar]) -> _Concerned | None:
+def _look_at(
+    path: Path, rules: _MirrorRules | _HistoryRules | _KeylessRules, said: Mapping[str, pa.Scalar]
+) -> _Concerned | None:
     """The rows of one file that are concerned; None if there are none."""
     found, start = list[tuple[Ints, Any, Ints]](), 0
     for piece in _pieces(read_rows(path, rules.columns, said), rules.sought.count):
@@ -270,12 +284,12 @@ class _Images:
         return found
 
 
-class _Rows:
+class _MirrorRules:
     """A mirror: one row for each key."""
 
-    def __init__(self, form: Form, schema: TableSchema, source: _Source) -> None:
+    def __init__(self, form: TableSpec, schema: TableSchema, source: _FoldedSource) -> None:
         self.sought = _Sought(schema, source.own, np.arange(source.operations.size))
-        self._mark = form.mark if form.soft_delete else None
+        self._mark = form.deleted_column if form.soft_delete else None
         self.columns = [*self.sought.key, *(c for c in schema.columns if c.name == self._mark)]
         self.source = source
         self._seen = np.zeros(source.operations.size, np.bool_)
@@ -294,7 +308,7 @@ class _Rows:
         if self._mark is None:
             return rows, fates, sources
         there = ~piece.column(self._mark).to_numpy()
-        counts = (operations != MARK) | there[rows]
+        counts = (operations != MARK_DELETED) | there[rows]
         rows, fates, sources = rows[counts], fates[counts], sources[counts]
         if (ended := self.source.ended) is None:
             return rows, fates, sources
@@ -305,18 +319,18 @@ class _Rows:
         size = self.source.operations.size
         partial = np.logical_or.reduce([flags[:size] for flags in self.source.keeps.values()], initial=False)
         if (lost := partial & ~self._seen).any():
-            raise missing(self._schema, ~lost)
+            raise base_row_missing(self._schema, ~lost)
         return np.flatnonzero((self.source.operations == UPSERT) & ~self._seen)
 
 
-class _Versions:
+class _HistoryRules:
     """A history: what comes in stands beside what is there. Of that only current versions end, or go if what ends them
     is the transaction that they are from."""
 
-    def __init__(self, schema: TableSchema, source: _Source, folded: Folded) -> None:
-        self.sought = _Sought(schema, source.own, np.flatnonzero(source.operations == CLOSE))
+    def __init__(self, schema: TableSchema, source: _FoldedSource, folded: FoldedChanges) -> None:
+        self.sought = _Sought(schema, source.own, np.flatnonzero(source.operations == END_VERSION))
         self.columns = [*self.sought.key, *(c for c in schema.columns if c.name in (CURRENT, change.TX))]
-        self.source, self._ended = source, folded.ended
+        self.source, self._ended = source, folded.truncate_effect
         self._txs = source.own.column(schema.names.index(change.TX)).to_numpy()
 
     def may_concern(self, shared: Mapping[str, pa.Scalar]) -> bool:
@@ -337,10 +351,10 @@ class _Versions:
         return np.flatnonzero(self.source.operations == UPSERT)
 
 
-class _Copies:
+class _KeylessRules:
     """A table without a key: so many copies of a row go, whichever. Or one that rows come into, and nothing else."""
 
-    def __init__(self, schema: TableSchema, source: _Source, folded: Folded) -> None:
+    def __init__(self, schema: TableSchema, source: _FoldedSource, folded: FoldedChanges) -> None:
         copies = folded.rows.column("copies").to_numpy()
         goes = (copies < 0) & (not folded.truncated)
         self.columns, self.source = schema.columns, source
@@ -363,7 +377,7 @@ class _Copies:
                 "rows to be removed are not in the table",
                 table=self._table,
                 rows=int(self._left.sum()),
-                hint=LOAD_ANEW_HINT,
+                hint=RELOAD_TABLE_HINT,
             )
         comes = self.source.operations == UPSERT
         return np.repeat(np.flatnonzero(comes), self._copies[comes])

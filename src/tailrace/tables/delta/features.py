@@ -20,7 +20,7 @@ from tailrace.errors import TableUnusable
 from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.delta.commit_log import REPLACE_HINT
 from tailrace.tables.delta.schema_mapping import NTZ, VARIANT, delta_fields, is_naive
-from tailrace.tables.evolve.recast_columns import Laid
+from tailrace.tables.evolve.recast_columns import RecastColumns
 
 VECTORS = "deletionVectors"
 MAPPING = "columnMapping"
@@ -55,7 +55,7 @@ class Features:
         return tuple(name for name, has in ((VECTORS, self.deletion_vectors), (MAPPING, self.column_mapping)) if has)
 
 
-PLAIN_FILES = Features()
+NO_FEATURES = Features()
 """Files hold what the table holds, under the same names."""
 
 
@@ -143,7 +143,7 @@ def fields_of(table: DeltaTable) -> list[Field]:
     return list(json.loads(table.schema().to_json())["fields"])
 
 
-def landed_fields(table: DeltaTable | None, features: Features, schema: TableSchema) -> list[Field]:
+def loaded_fields(table: DeltaTable | None, features: Features, schema: TableSchema) -> list[Field]:
     """Columns of files that bear the table's own names, and that are all that it holds."""
     fields = list(json.loads(delta_fields(schema).to_json())["fields"])
     if features.column_mapping:
@@ -153,12 +153,12 @@ def landed_fields(table: DeltaTable | None, features: Features, schema: TableSch
     return fields
 
 
-def laid_fields(table: DeltaTable, laid: Laid, schema: TableSchema) -> list[Field]:
+def recast_fields(table: DeltaTable, laid: RecastColumns, schema: TableSchema) -> list[Field]:
     """Columns after a recast of a table whose files stay: each is in them what it was, and one that is new is none
     that any of them may have held before."""
     held = {field["name"]: field for field in fields_of(table)}
     fields, last = list(json.loads(delta_fields(schema).to_json())["fields"]), _last_id(table)
-    for field, old in zip(fields, laid.taken, strict=True):
+    for field, old in zip(fields, laid.source_names, strict=True):
         if old is not None:
             field["metadata"] = held[old]["metadata"]
         else:

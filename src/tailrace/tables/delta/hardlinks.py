@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from deltalake import DeltaTable
 
 from tailrace.tables.delta.commit_log import data_path, fsync, stats_of, sync_folders
-from tailrace.tables.delta.schema_mapping import parts_of
+from tailrace.tables.delta.schema_mapping import partition_values_of
 from tailrace.tables.partitions import folder_of, texts_of
 from tailrace.tables.staging import StagedFile
 
@@ -29,7 +29,7 @@ def link_files(folder: Path, table: DeltaTable, into: Path, name: str, *, copies
     """
     adds = pa.table(table.get_add_actions(flatten=True))
     names = [data_path(path) for path in adds.column("path").to_pylist()]
-    parts = parts_of(table)
+    parts = partition_values_of(table)
     stats = stats_of(folder, table.version(), set(names))
     rows = _counts(folder, names, adds)
     made = []

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 
-from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing
+from tailrace.errors import RELOAD_TABLE_HINT, BaseRowMissing
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold.fold import DELETE, MARK, Codes, Flags, as_type, key_ordinals
+from tailrace.tables.fold.fold import DELETE, MARK_DELETED, Codes, Flags, as_type, key_ordinals
 from tailrace.tables.fold.row_ids import Ints, key_numbers
 
 CHUNK_ROWS_MIN = 65_536
@@ -26,7 +26,7 @@ LEFT_OUT = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Baseless:
+class RowsWithoutBase:
     """Folded rows that take values from rows which the table does not have."""
 
     keys: pa.Table
@@ -35,24 +35,24 @@ class Baseless:
     _rows: pa.Table
     _asked: Ints
 
-    def filled(self, given: pa.Table, *, marks: str | None = None) -> pa.Table:
+    def fill_from(self, given: pa.Table, *, marks: str | None = None) -> pa.Table:
         """All folded rows, these ones whole as they were given, or left out if they were not; but what stands under the
         key of one that has no base goes, for it is an earlier row.
 
         With `marks`, a flag among the columns, a row that has it and is not given is not left out: whatever of it
         stands in the table is marked."""
-        answers = answers_to(self.keys, given)
+        answers = match_answers(self.keys, given)
         gone = self._asked[answers < 0]
         instead = np.full(self._rows.num_rows, LEFT_OUT, np.int8)
         base = self._rows.column("base").take(pa.array(gone))
         instead[gone[base.is_null().to_numpy()]] = DELETE
         if marks is not None:
             flags = self._rows.column(self._schema.names.index(marks)).take(pa.array(gone))
-            instead[gone[flags.to_numpy()]] = MARK
+            instead[gone[flags.to_numpy()]] = MARK_DELETED
         return _replaced(self._schema, self._rows, self._asked, given, answers, instead)
 
 
-def without_base(schema: TableSchema, table: DeltaTable, rows: pa.Table) -> Baseless | None:
+def find_rows_without_base(schema: TableSchema, table: DeltaTable, rows: pa.Table) -> RowsWithoutBase | None:
     """Which of the folded rows take values from rows that the table does not have; None if none does. Costs a scan of
     the key's columns."""
     partial = _Partial.of(schema, rows)
@@ -66,10 +66,10 @@ def without_base(schema: TableSchema, table: DeltaTable, rows: pa.Table) -> Base
         return None
     names = [schema.columns[i].name for i in key_ordinals(schema)]
     keys = pa.Table.from_arrays([column.filter(pa.array(wanted)) for column in partial.own], names=names)
-    return Baseless(keys=keys, _schema=schema, _rows=rows, _asked=partial.rows[wanted])
+    return RowsWithoutBase(keys=keys, _schema=schema, _rows=rows, _asked=partial.rows[wanted])
 
 
-def answers_to(keys: pa.Table, given: pa.Table) -> Ints:
+def match_answers(keys: pa.Table, given: pa.Table) -> Ints:
     """Per key the row that was given for it; -1 if none was."""
     both = [_joined(keys.column(name), as_type(given.column(name), kind)) for name, kind in _types(keys)]
     numbered = key_numbers(both)
@@ -189,16 +189,16 @@ def find_rows(
     """The named columns of the rows with these keys, in the keys' order."""
     located = _locate(schema, table, wanted, ordinals, only)
     if (located.found < 0).any():
-        raise missing(schema, located.found >= 0)
+        raise base_row_missing(schema, located.found >= 0)
     return located.rows.take(pa.array(located.found))
 
 
-def missing(schema: TableSchema, there: Flags) -> BaseRowMissing:
+def base_row_missing(schema: TableSchema, there: Flags) -> BaseRowMissing:
     return BaseRowMissing(
         "a partial change arrived for a row that the table does not hold",
         table=schema.table,
         rows=int(np.count_nonzero(~there)),
-        hint=LOAD_ANEW_HINT,
+        hint=RELOAD_TABLE_HINT,
     )
 
 
@@ -235,7 +235,7 @@ def _locate(
     return _Located(rows=pa.concat_tables(pieces), found=found[which])
 
 
-def held(schema: TableSchema, table: DeltaTable, keys: pa.Table, only: str | None = None) -> Flags:
+def keys_exist(schema: TableSchema, table: DeltaTable, keys: pa.Table, only: str | None = None) -> Flags:
     """Which of these keys, the key's columns by their own names, the table holds; with `only`, in rows of which that
     column is true. Each is asked for once."""
     columns = [as_type(keys.column(schema.columns[i].name), schema.columns[i].type) for i in key_ordinals(schema)]

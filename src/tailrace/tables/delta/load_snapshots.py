@@ -23,37 +23,37 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from tailrace import failpoints
-from tailrace.changelog.format.coverage import token
+from tailrace.changelog.format.coverage import table_token
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import TableId
-from tailrace.tables.delta.commit_log import Position, data_path, own_versions
-from tailrace.tables.delta.features import PLAIN_FILES, features_of
+from tailrace.tables.delta.commit_log import CommitRecord, data_path, own_versions
+from tailrace.tables.delta.features import NO_FEATURES, features_of
 from tailrace.tables.delta.hardlinks import link_files, link_staged
-from tailrace.tables.delta.raw_commit import files_tell_all
-from tailrace.tables.evolve.recast_columns import kept_columns
+from tailrace.tables.delta.raw_commit import is_readable_without_log
+from tailrace.tables.evolve.recast_columns import retained_columns
 from tailrace.tables.iceberg.table import DATA as ICEBERG_DATA
-from tailrace.tables.location import Place
-from tailrace.tables.spec import Origin
+from tailrace.tables.location import TableLocation
+from tailrace.tables.spec import LoadOrigin
 from tailrace.tables.staging import StagedFile
-from tailrace.tables.table_folder import ASIDE, find_folder
+from tailrace.tables.table_folder import LINK_TARGETS, find_folder
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-ONLY = 0
+KEPT_VERSION = 0
 """The one version that a seed has."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptSeed:
+class KeptLoad:
     """A seed that is whole, as far as its own record tells."""
 
     folder: Path
-    position: Position
+    commit_record: CommitRecord
 
     @property
-    def sound(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether its files are there, each as long as it was."""
         try:
-            adds = pa.table(DeltaTable(str(self.folder), version=ONLY).get_add_actions(flatten=True))
+            adds = pa.table(DeltaTable(str(self.folder), version=KEPT_VERSION).get_add_actions(flatten=True))
             names, sizes = adds.column("path").to_pylist(), adds.column("size_bytes").to_pylist()
             found = [(self.folder / data_path(name)).stat().st_size for name in names]
         except (DeltaError, OSError):
@@ -63,35 +63,45 @@ class KeptSeed:
     def drop(self) -> None:
         """Without its record it is none, whatever else is left of it."""
         with suppress(OSError):
-            (self.folder / "_delta_log" / f"{ONLY:020d}.json").unlink()
+            (self.folder / "_delta_log" / f"{KEPT_VERSION:020d}.json").unlink()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class KeptSeeds:
+class KeptLoadStore:
     """The seeds of the tables of one log, in one lake."""
 
     def __init__(self, lake: Path, log_id: str) -> None:
-        self._folder, self._log_id = lake.absolute() / ASIDE / "seeds" / log_id, log_id
+        self._folder, self._log_id = lake.absolute() / LINK_TARGETS / "seeds" / log_id, log_id
 
-    def of(self, table: TableId) -> list[KeptSeed]:
+    def of(self, table: TableId) -> list[KeptLoad]:
         """Those of one table, the newest first; there are two only where a crash came between a new and an old one."""
-        found = self._below(self._folder / token(table))
-        return sorted(found, key=lambda seed: (seed.position.cursor.seq, seed.position.cursor.position), reverse=True)
+        found = self._below(self._folder / table_token(table))
+        return sorted(
+            found,
+            key=lambda seed: (seed.commit_record.applied_position.seq, seed.commit_record.applied_position.position),
+            reverse=True,
+        )
 
-    def all(self) -> Iterator[KeptSeed]:
+    def all(self) -> Iterator[KeptLoad]:
         """Those of every table."""
         for folder in _folders(self._folder):
             yield from self._below(folder)
 
-    def keep(
-        self, place: Place, version: int, position: Position, *, copies: bool, staged: Sequence[StagedFile] = ()
-    ) -> KeptSeed | None:
+    def keep_load(
+        self,
+        place: TableLocation,
+        version: int,
+        position: CommitRecord,
+        *,
+        copies: bool,
+        staged: Sequence[StagedFile] = (),
+    ) -> KeptLoad | None:
         """Keep a version that a load has landed as; older seeds of the table go. None, and nothing is kept: its files
         alone do not say which rows it has. An Iceberg table's are those that the load has staged.
 
         May be repeated. An `OSError` says why its files cannot be linked, or copied if that is wished.
         """
-        load, around = position.cursor.load, self._folder / token(position.schema.table)
+        load, around = position.applied_position.load, self._folder / table_token(position.schema.table)
         if load is None or not _NAME.fullmatch(load):
             raise ValueError("a load whose files are kept has a name, of letters and digits")
         found = {seed.folder.name: seed for seed in self._below(around)}
@@ -108,17 +118,24 @@ class KeptSeeds:
         return found[load]
 
     def _make(
-        self, place: Place, version: int, position: Position, at: Path, staged: Sequence[StagedFile], *, copies: bool
-    ) -> KeptSeed | None:
+        self,
+        place: TableLocation,
+        version: int,
+        position: CommitRecord,
+        at: Path,
+        staged: Sequence[StagedFile],
+        *,
+        copies: bool,
+    ) -> KeptLoad | None:
         folder, table = place.path.absolute() / ICEBERG_DATA, None
         if place.catalog is None:
             found = find_folder(place.path.absolute())
             if found is None:
                 raise FileNotFoundError("there is no table any more")
             folder, table = found, DeltaTable(str(found), version=version)
-            if features_of(table).any and not files_tell_all(found, table):
+            if features_of(table).any and not is_readable_without_log(found, table):
                 return None
-        name = position.cursor.load or ""
+        name = position.applied_position.load or ""
         shutil.rmtree(at, ignore_errors=True)  # what a crash has left
         at.mkdir(parents=True)
         try:
@@ -127,26 +144,28 @@ class KeptSeeds:
             else:
                 files = link_files(folder, table, at, name, copies=copies)
             failpoints.hit("seed.linked")
-            mine = replace(place, path=at, form=position.form, engine="delta-rs", features=PLAIN_FILES, catalog=None)
-            kept = [] if table is None else kept_columns(table, position.form.stored(position.schema))
-            mine.open().land(position.schema, files, position.cursor, origin=origin_of(position), kept=kept)
+            mine = replace(place, path=at, spec=position.spec, engine="delta-rs", features=NO_FEATURES, catalog=None)
+            kept = [] if table is None else retained_columns(table, position.spec.stored_schema(position.schema))
+            mine.open().commit_load(
+                position.schema, files, position.applied_position, origin=origin_of(position), kept=kept
+            )
         except BaseException:
             shutil.rmtree(at, ignore_errors=True)
             raise
-        return KeptSeed(folder=at, position=position)
+        return KeptLoad(folder=at, commit_record=position)
 
-    def _below(self, folder: Path) -> Iterator[KeptSeed]:
+    def _below(self, folder: Path) -> Iterator[KeptLoad]:
         """Seeds in a folder. One whose record cannot be read is none."""
         for one in _folders(folder):
             with suppress(TableUnusable):
-                for _, position in own_versions(one, ONLY, self._log_id):
-                    yield KeptSeed(folder=one, position=position)
+                for _, position in own_versions(one, KEPT_VERSION, self._log_id):
+                    yield KeptLoad(folder=one, commit_record=position)
 
 
-def origin_of(position: Position) -> Origin:
+def origin_of(position: CommitRecord) -> LoadOrigin:
     """Where the rows of a table come from that is made anew at this position."""
-    cursor = position.cursor
-    return Origin(seq=cursor.seq, position=str(cursor.position), read_at=position.clock)
+    cursor = position.applied_position
+    return LoadOrigin(seq=cursor.seq, position=str(cursor.position), read_at=position.latest_time)
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -27,10 +27,10 @@ from deltalake.transaction import AddAction
 
 from tailrace.model.schema import Column, TableSchema
 from tailrace.storage import files
-from tailrace.tables.compaction_plan import REMEMBERED, remembered
+from tailrace.tables.compaction_plan import RETENTION_PROPERTY, retention_interval
 from tailrace.tables.delta.commit_log import (
     METADATA_KEY,
-    Position,
+    CommitRecord,
     actions_of,
     app_id,
     data_path,
@@ -42,22 +42,22 @@ from tailrace.tables.delta.features import (
     Features,
     features_of,
     fields_of,
-    laid_fields,
-    landed_fields,
+    loaded_fields,
     metadata_of,
     physical_names,
     protocol_of,
+    recast_fields,
 )
-from tailrace.tables.delta.schema_mapping import parts_of
-from tailrace.tables.evolve.recast_columns import Laid
+from tailrace.tables.delta.schema_mapping import partition_values_of
+from tailrace.tables.evolve.recast_columns import RecastColumns
 from tailrace.tables.fold.fold import Flags
-from tailrace.tables.partitions import Parts
+from tailrace.tables.partitions import PartitionValues
 
 Action = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Featured:
+class RawDeltaCommit:
     """A table, as it stood at one version, that delta-rs must not write."""
 
     folder: Path
@@ -65,13 +65,15 @@ class Featured:
     """None: there is none yet."""
 
     @property
-    def following(self) -> int:
+    def next_version(self) -> int:
         """The version that a commit makes."""
         return 0 if self.table is None else self.table.version() + 1
 
-    def land(self, features: Features, schema: TableSchema, adds: Sequence[AddAction], position: Position) -> None:
+    def commit_load(
+        self, features: Features, schema: TableSchema, adds: Sequence[AddAction], position: CommitRecord
+    ) -> None:
         """Make these files all that the table holds, with these columns and features."""
-        by, fields = position.form.partition_by, landed_fields(self.table, features, schema)
+        by, fields = position.spec.partition_by, loaded_fields(self.table, features, schema)
         gone = () if self.table is None else live_files(self.folder, self.table.version()).values()
         self._commit(
             "WRITE",
@@ -84,11 +86,11 @@ class Featured:
             ],
         )
 
-    def lay(self, schema: TableSchema, laid: Laid, position: Position) -> None:
+    def set_columns(self, schema: TableSchema, laid: RecastColumns, position: CommitRecord) -> None:
         """Give the table these columns; its files stay as they are."""
         table = self._there()
         features = features_of(table)
-        fields = laid_fields(table, laid, schema)
+        fields = recast_fields(table, laid, schema)
         self._commit(
             "CHANGE COLUMNS",
             position,
@@ -110,7 +112,7 @@ class Featured:
         return found
 
     def exchange(
-        self, gone: Iterable[str], adds: Sequence[AddAction], position: Position, *, changes_rows: bool
+        self, gone: Iterable[str], adds: Sequence[AddAction], position: CommitRecord, *, changes_rows: bool
     ) -> None:
         """Swap files for others, with the same rows or not."""
         live = live_files(self.folder, self._there().version())
@@ -118,14 +120,17 @@ class Featured:
         came = (_add(replace(add, data_change=changes_rows)) for add in adds)
         self._commit("WRITE" if changes_rows else "OPTIMIZE", position, [*removes, *came])
 
-    def parts(self) -> Parts:
+    def parts(self) -> PartitionValues:
         """As `parts_of`, by the names of columns in the files."""
         names = physical_names(self._there())
         return {
-            file: {names[name]: value for name, value in said.items()} for file, said in parts_of(self._there()).items()
+            file: {names[name]: value for name, value in said.items()}
+            for file, said in partition_values_of(self._there()).items()
         }
 
-    def rows_of(self, names: Sequence[str], columns: Sequence[Column], parts: Parts) -> Iterator[pa.RecordBatch]:
+    def rows_of(
+        self, names: Sequence[str], columns: Sequence[Column], parts: PartitionValues
+    ) -> Iterator[pa.RecordBatch]:
         """The rows that the table still has of these files, in columns that are called as they are there."""
         stays = _staying(self._there(), set(names))
         for name in names:
@@ -148,12 +153,12 @@ class Featured:
         names = physical_names(self._there())
         return tuple(names[name] for name in columns)
 
-    def remember(self, after_seconds: float, position: Position) -> None:
+    def keep_removed_files(self, after_seconds: float, position: CommitRecord) -> None:
         """Have the table keep in mind which files it no longer needs, unless it does already."""
-        table, wanted = self._there(), remembered(after_seconds)
-        if table.metadata().configuration.get(REMEMBERED) == wanted:
+        table, wanted = self._there(), retention_interval(after_seconds)
+        if table.metadata().configuration.get(RETENTION_PROPERTY) == wanted:
             return
-        settings = {REMEMBERED: wanted}
+        settings = {RETENTION_PROPERTY: wanted}
         metadata = metadata_of(table, features_of(table), fields_of(table), _now(), **settings)
         self._commit("SET TBLPROPERTIES", position, [{"metaData": metadata}])
 
@@ -188,14 +193,14 @@ class Featured:
         assert self.table is not None, "whoever calls has opened it"
         return self.table
 
-    def _commit(self, operation: str, position: Position, actions: Iterable[Action]) -> None:
+    def _commit(self, operation: str, position: CommitRecord, actions: Iterable[Action]) -> None:
         if self.table is None and has_commits(self.folder):
             raise CommitFailedError("a table was made here meanwhile")
         now = _now()
         said = {"timestamp": now, "operation": operation, "operationParameters": {}, METADATA_KEY: position.text()}
-        seen = {"appId": app_id(position.log), "version": position.cursor.seq, "lastUpdated": now}
+        seen = {"appId": app_id(position.log), "version": position.applied_position.seq, "lastUpdated": now}
         lines = [json.dumps(action) for action in ({"commitInfo": said}, {"txn": seen}, *actions)]
-        path = self.folder / "_delta_log" / f"{self.following:020d}.json"
+        path = self.folder / "_delta_log" / f"{self.next_version:020d}.json"
         path.parent.mkdir(exist_ok=True)
         try:
             files.create(path, ("\n".join(lines) + "\n").encode())
@@ -220,7 +225,7 @@ def removed_rows(folder: Path, version: int) -> int:
     return sum((add.get("deletionVector") or {}).get("cardinality", 0) for add in live_files(folder, version).values())
 
 
-def files_tell_all(folder: Path, table: DeltaTable) -> bool:
+def is_readable_without_log(folder: Path, table: DeltaTable) -> bool:
     """Whether the files of the version that was opened have its rows and no others, under the names of its columns: so
     it is with all that a load has landed, whatever features the table has."""
     return all(name == own for name, own in physical_names(table).items()) and not removed_rows(folder, table.version())

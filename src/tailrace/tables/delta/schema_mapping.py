@@ -14,8 +14,8 @@ from deltalake.transaction import AddAction, RemoveAction, create_table_with_add
 
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.delta.commit_log import REPLACE_HINT, Position, data_path, has_commits
-from tailrace.tables.partitions import Parts, texts_of
+from tailrace.tables.delta.commit_log import REPLACE_HINT, CommitRecord, data_path, has_commits
+from tailrace.tables.partitions import PartitionValues, texts_of
 from tailrace.tables.staging import StagedFile
 from tailrace.tables.table_folder import unreadable
 
@@ -25,7 +25,7 @@ VARIANT = "variantType"
 """One that delta-rs gives such a table whose properties are set with it. No table of ours has columns of that type."""
 
 
-def create_table(folder: Path, fields: DeltaSchema, adds: list[AddAction], position: Position) -> None:
+def create_table(folder: Path, fields: DeltaSchema, adds: list[AddAction], position: CommitRecord) -> None:
     """A new table; one that was made meanwhile is not overwritten."""
     try:
         create_table_with_add_actions(
@@ -33,7 +33,7 @@ def create_table(folder: Path, fields: DeltaSchema, adds: list[AddAction], posit
             fields,
             adds,
             mode="error",
-            partition_by=list(position.form.partition_by),
+            partition_by=list(position.spec.partition_by),
             commit_properties=position.properties(),
         )
     except DeltaError as exc:
@@ -43,7 +43,7 @@ def create_table(folder: Path, fields: DeltaSchema, adds: list[AddAction], posit
 
 
 def repartition(
-    folder: Path, table: DeltaTable, fields: DeltaSchema, adds: list[AddAction], position: Position
+    folder: Path, table: DeltaTable, fields: DeltaSchema, adds: list[AddAction], position: CommitRecord
 ) -> None:
     """Make the files all that a table holds that was partitioned otherwise: no other commit changes that, and this one
     compares with nothing."""
@@ -54,13 +54,13 @@ def repartition(
         fields,
         adds,
         mode="overwrite",
-        partition_by=list(position.form.partition_by),
+        partition_by=list(position.spec.partition_by),
         configuration=table.metadata().configuration,
         commit_properties=position.properties(),
     )
 
 
-def parts_of(table: DeltaTable, adds: pa.Table | None = None) -> Parts:
+def partition_values_of(table: DeltaTable, adds: pa.Table | None = None) -> PartitionValues:
     """What the rows of every data file of the version that was opened have in the columns that it is partitioned by;
     nothing for a table that is not. `adds`: the list of the files, for those who have it."""
     names = table.metadata().partition_columns
@@ -72,7 +72,7 @@ def parts_of(table: DeltaTable, adds: pa.Table | None = None) -> Parts:
     return {path: {name: column[i] for name, column in columns.items()} for i, path in enumerate(paths)}
 
 
-def named_oddly(table: DeltaTable) -> bool:
+def has_odd_file_names(table: DeltaTable) -> bool:
     """Whether delta-rs would not find a file of the table again to take it out. It does so by the name in the log, and
     would write one otherwise that Spark's connector has written: with letters of any alphabet, as they are."""
     if not table.metadata().partition_columns:
@@ -80,7 +80,9 @@ def named_oddly(table: DeltaTable) -> bool:
     return not all(map(str.isascii, pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()))
 
 
-def remove_actions(folder: Path, gone: Iterable[str], parts: Parts, *, changes_rows: bool) -> Iterator[RemoveAction]:
+def remove_actions(
+    folder: Path, gone: Iterable[str], parts: PartitionValues, *, changes_rows: bool
+) -> Iterator[RemoveAction]:
     """What takes files out of a table whose files have these values in common."""
     now = time.time_ns() // 1_000_000
     for name in gone:

@@ -19,7 +19,7 @@ from tailrace.tables.delta.schema_mapping import refuse_features
 from tailrace.tables.table_folder import find_folder
 
 
-class Version(NamedTuple):
+class VersionFiles(NamedTuple):
     """The columns that a table had, and the files that its rows were in."""
 
     columns: pa.Schema
@@ -37,7 +37,7 @@ def needs_connector(path: Path, version: int) -> bool:
         return False  # whoever reads it says what is wrong
 
 
-def files_at(path: Path, version: int) -> Version:
+def files_at(path: Path, version: int) -> VersionFiles:
     """One version of a table."""
     folder = find_folder(path.absolute())
     if folder is None:
@@ -65,4 +65,4 @@ def files_at(path: Path, version: int) -> Version:
         )
     columns, names = pa.schema(table.schema().to_arrow()), table.metadata().partition_columns
     partitions = {name: adds.column(f"partition.{name}").cast(columns.field(name).type) for name in names}
-    return Version(columns, files, pa.table(partitions))
+    return VersionFiles(columns, files, pa.table(partitions))

@@ -14,12 +14,12 @@ from dataclasses import replace
 import pyarrow as pa
 
 from tailrace.errors import SchemaChanged
-from tailrace.model.evolution import AtRest, Change, Evolution, Kind, evolve
-from tailrace.model.policies import Policies, Policy
+from tailrace.model.evolution import Evolution, ExistingValue, SchemaChange, SchemaChangeKind, compare_schemas
+from tailrace.model.policies import EvolutionPolicies, EvolutionPolicy
 from tailrace.model.schema import TableSchema
-from tailrace.tables.evolve.schema_plan import INTEGERS, Recast, ValueOf, column_of, holds
+from tailrace.tables.evolve.schema_plan import INTEGERS, ParseValue, Recast, column_of, type_contains
 from tailrace.tables.schema_errors import REPLACED_HINT
-from tailrace.tables.spec import Form, TableMode
+from tailrace.tables.spec import TableMode, TableSpec
 
 DIGITS = dict(zip(INTEGERS, (5, 10, 19), strict=True))
 """How many an integer can have."""
@@ -27,31 +27,32 @@ PLAIN_SCALE_MAX = 6
 """Decimals with more digits after the point are printed with an exponent where they are small."""
 
 
-def carry(
-    form: Form, old: TableSchema, new: TableSchema, policies: Policies, value_of: ValueOf
+def carry_over(
+    form: TableSpec, old: TableSchema, new: TableSchema, policies: EvolutionPolicies, value_of: ParseValue
 ) -> Recast | SchemaChanged:
     """The recast; or the error that the table stops with, where its rows would not be known by their key any more."""
     before, after = _comparable(old, new)
-    found = evolve(before, after)
+    found = compare_schemas(before, after)
     aside = tuple(
         str(item.column)
         for item in found.changes
-        if item.kind is Kind.RETYPE and not carries(*(c.type for c in column_of(before, after, str(item.column))))
+        if item.kind is SchemaChangeKind.RETYPE
+        and not keeps_values(*(c.type for c in column_of(before, after, str(item.column))))
     )
-    renamed = {str(item.was): str(item.now) for item in found.changes if item.kind is Kind.RENAME}
+    renamed = {str(item.old): str(item.new) for item in found.changes if item.kind is SchemaChangeKind.RENAME}
     if form.mode is not TableMode.APPEND:
         if tuple(renamed.get(name, name) for name in old.key) != new.key:
             return _stop(old, "another key")
         if lost := [name for name in new.key if name in aside]:
             return _stop(old, f"retyped {', '.join(lost)}, of the key, to what cannot hold it")
-    drops = policies.drop is Policy.APPLY
+    drops = policies.drop is EvolutionPolicy.APPLY
     return Recast(
         schema=new.with_owed(True),
-        added=tuple(str(item.column) for item in found.changes if item.kind is Kind.ADD),
+        added=tuple(str(item.column) for item in found.changes if item.kind is SchemaChangeKind.ADD),
         renamed=tuple(pair for pair in renamed.items() if pair[1] not in aside),
-        filled=_filled(after, found, value_of),
-        dropped=tuple(str(item.column) for item in found.changes if item.kind is Kind.DROP and drops),
-        aside=aside,
+        backfilled=_filled(after, found, value_of),
+        dropped=tuple(str(item.column) for item in found.changes if item.kind is SchemaChangeKind.DROP and drops),
+        kept_apart=aside,
     )
 
 
@@ -62,14 +63,16 @@ def _comparable(old: TableSchema, new: TableSchema) -> tuple[TableSchema, TableS
     return old.with_owed(False), new
 
 
-def _filled(new: TableSchema, found: Evolution, value_of: ValueOf) -> tuple[tuple[str, pa.Scalar], ...]:
+def _filled(new: TableSchema, found: Evolution, value_of: ParseValue) -> tuple[tuple[str, pa.Scalar], ...]:
     """Constants that rows at rest have in what was added. One that is not understood comes with the load."""
 
-    def value(item: Change) -> pa.Scalar | None:
+    def value(item: SchemaChange) -> pa.Scalar | None:
         column = next(column for column in new.columns if column.name == item.column)
-        return value_of(column, item.value or "")
+        return value_of(column, item.constant or "")
 
-    filled = [(str(item.column), value(item)) for item in found.changes if item.at_rest is AtRest.CONSTANT]
+    filled = [
+        (str(item.column), value(item)) for item in found.changes if item.existing_value is ExistingValue.CONSTANT
+    ]
     return tuple((name, constant) for name, constant in filled if constant is not None)
 
 
@@ -82,9 +85,9 @@ def _stop(old: TableSchema, change: str) -> SchemaChanged:
     )
 
 
-def carries(was: pa.DataType, now: pa.DataType) -> bool:
+def keeps_values(was: pa.DataType, now: pa.DataType) -> bool:
     """Whether every value of one type is the same value in the other, or the text that the source prints of it."""
-    if holds(was, now):
+    if type_contains(was, now):
         return True
     if was in INTEGERS:
         if pa.types.is_decimal(now):

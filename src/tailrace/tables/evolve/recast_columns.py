@@ -18,13 +18,13 @@ from tailrace.tables.evolve.schema_plan import Recast
 
 
 @dataclass(frozen=True, kw_only=True)
-class Laid:
+class RecastColumns:
     """The table's columns after a recast: the shape's own, then those that are kept."""
 
     columns: tuple[Column, ...]
-    taken: tuple[str | None, ...]
+    source_names: tuple[str | None, ...]
     """For each the old column that it comes from; None for one that is new."""
-    filled: dict[str, pa.Scalar]
+    backfilled: dict[str, pa.Scalar]
 
     @property
     def fields(self) -> pa.Schema:
@@ -32,44 +32,44 @@ class Laid:
 
     @property
     def added(self) -> tuple[Column, ...]:
-        return tuple(column for column, old in zip(self.columns, self.taken, strict=True) if old is None)
+        return tuple(column for column, old in zip(self.columns, self.source_names, strict=True) if old is None)
 
     @property
     def others(self) -> set[str]:
         """The columns that were not there under their name."""
-        return {column.name for column, old in zip(self.columns, self.taken, strict=True) if old != column.name}
+        return {column.name for column, old in zip(self.columns, self.source_names, strict=True) if old != column.name}
 
 
-Held = DeltaTable | Mapping[str, pa.DataType]
+ColumnsSource = DeltaTable | Mapping[str, pa.DataType]
 """A table whose columns are to be known, or these."""
 
 
-def stored_fields(table: Held) -> dict[str, pa.DataType]:
+def column_types(table: ColumnsSource) -> dict[str, pa.DataType]:
     """The columns that the table holds, in its own order."""
     if isinstance(table, Mapping):
         return dict(table)
     return {field.name: field.type for field in pa.schema(table.schema().to_arrow())}
 
 
-def kept_columns(table: Held, schema: TableSchema) -> tuple[Column, ...]:
+def retained_columns(table: ColumnsSource, schema: TableSchema) -> tuple[Column, ...]:
     """The columns that the table holds beside those of its shape."""
     names = set(schema.names)
     return tuple(
         Column(name=name, source_type="", type=_plain(kind))
-        for name, kind in stored_fields(table).items()
+        for name, kind in column_types(table).items()
         if name not in names
     )
 
 
-def lay_out(table: Held, recast: Recast) -> Laid:
+def plan_columns(table: ColumnsSource, recast: Recast) -> RecastColumns:
     """What becomes of every column."""
     new = recast.schema
     comes_from = {now: was for was, now in recast.renamed}
     taken: list[str | None] = [
-        None if name in (*recast.added, *recast.aside) else comes_from.get(name, name) for name in new.names
+        None if name in (*recast.added, *recast.kept_apart) else comes_from.get(name, name) for name in new.names
     ]
     columns, own = list(new.columns), {name.lower() for name in new.names}
-    kept = {name: kind for name, kind in stored_fields(table).items() if name not in (*taken, *recast.dropped)}
+    kept = {name: kind for name, kind in column_types(table).items() if name not in (*taken, *recast.dropped)}
     names = own | {name.lower() for name in kept}
     for name, kind in kept.items():
         aside, number = name, 0
@@ -81,32 +81,33 @@ def lay_out(table: Held, recast: Recast) -> Laid:
         names.add(aside.lower())
         columns.append(Column(name=aside, source_type="", type=_plain(kind)))
         taken.append(name)
-    return Laid(columns=tuple(columns), taken=tuple(taken), filled=dict(recast.filled))
+    return RecastColumns(columns=tuple(columns), source_names=tuple(taken), backfilled=dict(recast.backfilled))
 
 
-def only_adds(table: Held, laid: Laid) -> bool:
+def only_adds(table: ColumnsSource, laid: RecastColumns) -> bool:
     """Whether every column that the table holds stays as it is, and rows have null in those that are new."""
-    held = {name: _plain(kind) for name, kind in stored_fields(table).items()}
-    pairs = zip(laid.columns, laid.taken, strict=True)
-    return {column.name: column.type for column, old in pairs if old == column.name} == held and not laid.filled
+    held = {name: _plain(kind) for name, kind in column_types(table).items()}
+    pairs = zip(laid.columns, laid.source_names, strict=True)
+    return {column.name: column.type for column, old in pairs if old == column.name} == held and not laid.backfilled
 
 
-def only_names(table: DeltaTable, laid: Laid) -> bool:
+def is_metadata_only(table: DeltaTable, laid: RecastColumns) -> bool:
     """Whether no file changes: columns come empty, go, or have other names. What the table is partitioned by is in no
     file, so it must stay what it is."""
-    held = {name: _plain(kind) for name, kind in stored_fields(table).items()}
-    pairs, apart = list(zip(laid.columns, laid.taken, strict=True)), table.metadata().partition_columns
-    if laid.filled or any({column.name, old} & {*apart} and column.name != old for column, old in pairs):
+    held = {name: _plain(kind) for name, kind in column_types(table).items()}
+    pairs, apart = list(zip(laid.columns, laid.source_names, strict=True)), table.metadata().partition_columns
+    if laid.backfilled or any({column.name, old} & {*apart} and column.name != old for column, old in pairs):
         return False
     return all(held[old] == column.type for column, old in pairs if old is not None)
 
 
-def recast_rows(table: DeltaTable, laid: Laid) -> Iterator[pa.RecordBatch]:
+def recast_rows(table: DeltaTable, laid: RecastColumns) -> Iterator[pa.RecordBatch]:
     """All rows of the table as they are to be."""
-    names = [old for old in laid.taken if old is not None]
+    names = [old for old in laid.source_names if old is not None]
     for batch in pa.RecordBatchReader.from_stream(table.scan(columns=names)):
         columns = [
-            _column(batch, column, old, laid.filled) for column, old in zip(laid.columns, laid.taken, strict=True)
+            _column(batch, column, old, laid.backfilled)
+            for column, old in zip(laid.columns, laid.source_names, strict=True)
         ]
         yield pa.RecordBatch.from_arrays(columns, schema=laid.fields)
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from tailrace.errors import SchemaChanged
-from tailrace.model.evolution import AtRest, Change, Evolution, Kind, evolve
-from tailrace.model.policies import Policies, Policy
-from tailrace.model.schema import MARK, Column, Identity, TableSchema
+from tailrace.model.evolution import Evolution, ExistingValue, SchemaChange, SchemaChangeKind, compare_schemas
+from tailrace.model.policies import EvolutionPolicies, EvolutionPolicy
+from tailrace.model.schema import RULE_MARK, Column, Identity, TableSchema
 from tailrace.tables.schema_errors import IDENTITY_HINT
-from tailrace.tables.spec import PLAIN, Form, TableMode
+from tailrace.tables.spec import PLAIN_MIRROR, TableMode, TableSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,26 +31,26 @@ class Recast:
     added: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     """Old name, new name."""
-    filled: tuple[tuple[str, pa.Scalar], ...] = ()
+    backfilled: tuple[tuple[str, pa.Scalar], ...] = ()
     """Of those that are added, the ones that rows at rest have a value in."""
     dropped: tuple[str, ...] = ()
-    aside: tuple[str, ...] = ()
+    kept_apart: tuple[str, ...] = ()
     """Columns that begin empty beside what they were: their type cannot hold that, so it stays under another name."""
 
     @property
-    def said(self) -> tuple[str, ...]:
+    def descriptions(self) -> tuple[str, ...]:
         """In a few words each, for people."""
         return (
             *(f"rename {old} to {new}" for old, new in self.renamed if old != new),
             *(f"add {name}" for name in self.added),
-            *(f"fill {name} with its default in every row" for name, _ in self.filled),
+            *(f"fill {name} with its default in every row" for name, _ in self.backfilled),
             *(f"drop {name}" for name in self.dropped),
-            *(f"begin {name} anew, and keep what it was beside it" for name in self.aside),
+            *(f"begin {name} anew, and keep what it was beside it" for name in self.kept_apart),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refresh:
+class ReloadNeeded:
     """The table must be loaded anew, and why."""
 
     schema: TableSchema
@@ -66,9 +66,9 @@ _RENAMED_HINT = (
     "it is: exclude the old name in `source.exclude`, or rename the table back and run `tailrace snapshot FILE TABLE`."
 )
 _OWED = "a load of it did not land"
-Step = Recast | Refresh | SchemaChanged
+EvolutionStep = Recast | ReloadNeeded | SchemaChanged
 """What comes next for a table: the last is the error that it stops with."""
-ValueOf = Callable[[Column, str], pa.Scalar | None]
+ParseValue = Callable[[Column, str], pa.Scalar | None]
 """A constant's text as a value of the column; None if the type cannot hold it."""
 
 
@@ -77,9 +77,15 @@ def no_value(_: Column, __: str) -> pa.Scalar | None:
     return None
 
 
-def plan(old: TableSchema, new: TableSchema, policies: Policies, value_of: ValueOf, form: Form = PLAIN) -> Step | None:
+def plan_evolution(
+    old: TableSchema,
+    new: TableSchema,
+    policies: EvolutionPolicies,
+    value_of: ParseValue,
+    form: TableSpec = PLAIN_MIRROR,
+) -> EvolutionStep | None:
     """What to do with a table of the shape `old`, now that rows of the shape `new` come; None: nothing."""
-    if old.knows(new):
+    if old.covers(new):
         return None
     if old.table != new.table:
         return _stop(old, f"renamed to {new.table}", _RENAMED_HINT)
@@ -87,13 +93,13 @@ def plan(old: TableSchema, new: TableSchema, policies: Policies, value_of: Value
         return _stop(old, "updates and deletes are no longer told, for want of a replica identity", IDENTITY_HINT)
     # No policy is for a load that is owed: it was begun before, and did not land.
     owed, old = old.owed, old.with_owed(False)
-    found = evolve(old, new)
+    found = compare_schemas(old, new)
     answers = list(_answers(old, new, found, policies, form))
     for kind, policy, why in answers:
-        if policy is Policy.STOP:
+        if policy is EvolutionPolicy.STOP:
             return _stop(old, why, f"`evolution.{kind}` is `stop` for it. {_ALLOW_HINT}")
-    if again := [why for _, policy, why in answers if policy is Policy.REFRESH] + [_OWED] * owed:
-        return Refresh(schema=new, why="; ".join(dict.fromkeys(again)))
+    if again := [why for _, policy, why in answers if policy is EvolutionPolicy.REFRESH] + [_OWED] * owed:
+        return ReloadNeeded(schema=new, why="; ".join(dict.fromkeys(again)))
     return _recast(new, found, policies, value_of)
 
 
@@ -102,13 +108,13 @@ def _stop(old: TableSchema, change: str, hint: str) -> SchemaChanged:
 
 
 def _answers(
-    old: TableSchema, new: TableSchema, found: Evolution, policies: Policies, form: Form
-) -> Iterator[tuple[str, Policy, str]]:
+    old: TableSchema, new: TableSchema, found: Evolution, policies: EvolutionPolicies, form: TableSpec
+) -> Iterator[tuple[str, EvolutionPolicy, str]]:
     """For each thing that changed: its kind, what the policy says, and what it was, in words."""
     if old.relation != new.relation:
         yield "recreate", policies.recreate, "dropped and created again"
         return
-    names = {str(item.was): str(item.now) for item in found.changes if item.kind is Kind.RENAME}
+    names = {str(item.old): str(item.new) for item in found.changes if item.kind is SchemaChangeKind.RENAME}
     if tuple(names.get(name, name) for name in old.key) != new.key:
         yield "key", policies.key, "another key"
     elif old.identity is Identity.NONE and new.identity is not Identity.NONE:
@@ -116,7 +122,7 @@ def _answers(
     if found.rewritten or _unknown(found):
         why = "its rows were written anew" if found.rewritten else "it is not known what became of its rows"
         yield "rewrite", policies.rewrite, why
-    if policies.rename is Policy.STOP and (pair := _perhaps_renamed(old, new, found)) is not None:
+    if policies.rename is EvolutionPolicy.STOP and (pair := _perhaps_renamed(old, new, found)) is not None:
         yield "rename", policies.rename, f"{pair[0]} may have been renamed to {pair[1]}"
     for item in found.changes:
         if answer := _answer(old, new, item, policies, form):
@@ -127,39 +133,39 @@ def _perhaps_renamed(old: TableSchema, new: TableSchema, found: Evolution) -> tu
     """A column that went and one of its type that came, where no number says that they are two."""
     if old.facts and new.facts:
         return None
-    went = [item for item in found.changes if item.kind is Kind.DROP]
-    came = [item for item in found.changes if item.kind is Kind.ADD]
-    return next(((str(a.column), str(b.column)) for a in went for b in came if a.was == b.now), None)
+    went = [item for item in found.changes if item.kind is SchemaChangeKind.DROP]
+    came = [item for item in found.changes if item.kind is SchemaChangeKind.ADD]
+    return next(((str(a.column), str(b.column)) for a in went for b in came if a.old == b.new), None)
 
 
 def _unknown(found: Evolution) -> bool:
     """Whether it is not known what rows at rest have now, of something that may have touched them."""
-    return found.rewritten is None or any(item.at_rest is AtRest.UNKNOWN for item in found.changes)
+    return found.rewritten is None or any(item.existing_value is ExistingValue.UNKNOWN for item in found.changes)
 
 
 def _answer(
-    old: TableSchema, new: TableSchema, item: Change, policies: Policies, form: Form
-) -> tuple[str, Policy, str] | None:
+    old: TableSchema, new: TableSchema, item: SchemaChange, policies: EvolutionPolicies, form: TableSpec
+) -> tuple[str, EvolutionPolicy, str] | None:
     match item.kind:
-        case Kind.ADD:
+        case SchemaChangeKind.ADD:
             return "add", policies.add, f"added {item.column}"
-        case Kind.DROP:
+        case SchemaChangeKind.DROP:
             # A row of a mirror without a key is known by all that it has, so a column of the past would hide it.
             policy = policies.drop
-            if policy is Policy.KEEP_NULL and not new.key and form.mode is not TableMode.APPEND:
-                policy = Policy.REFRESH
+            if policy is EvolutionPolicy.KEEP_NULL and not new.key and form.mode is not TableMode.APPEND:
+                policy = EvolutionPolicy.REFRESH
             return "drop", policy, f"dropped {item.column}"
-        case Kind.RENAME:
-            return "rename", policies.rename, f"renamed {item.was} to {item.now}"
-        case Kind.RETYPE:
+        case SchemaChangeKind.RENAME:
+            return "rename", policies.rename, f"renamed {item.old} to {item.new}"
+        case SchemaChangeKind.RETYPE:
             was, now = column_of(old, new, str(item.column))
             if is_wider(was, now):
                 return "widen", policies.widen, f"widened {item.column}"
             if is_narrower(was, now):
-                return *policies.narrowing, f"narrowed {item.column}"
+                return *policies.narrow_policy, f"narrowed {item.column}"
             return "retype", policies.retype, f"retyped {item.column}"
-        case Kind.ATTACH | Kind.DETACH | Kind.REPLACE:
-            return "partition", policies.partition, f"partition {item.was or item.now} came or went"
+        case SchemaChangeKind.ATTACH | SchemaChangeKind.DETACH | SchemaChangeKind.REPLACE:
+            return "partition", policies.partition, f"partition {item.old or item.new} came or went"
     return None
 
 
@@ -180,11 +186,13 @@ _SECOND_DIGITS_MAX = 6
 
 def is_wider(was: Column, now: Column) -> bool:
     """Whether every value of one column is the same value in the other."""
-    if was.marks != now.marks:
+    if was.rule_marks != now.rule_marks:
         return False
     (kind, limits), (other, others) = _limits(was), _limits(now)
     if was.type != now.type:
-        return "oid" not in (kind, other) and holds(was.type, now.type)  # a negative integer becomes another oid
+        return "oid" not in (kind, other) and type_contains(
+            was.type, now.type
+        )  # a negative integer becomes another oid
     # Many types arrive as text, and what one prints another may print otherwise.
     alike = kind == other or {kind, other} <= set(_TEXTS)
     return alike and all(mine <= theirs for mine, theirs in zip(limits, others, strict=True))
@@ -192,7 +200,7 @@ def is_wider(was: Column, now: Column) -> bool:
 
 def is_narrower(was: Column, now: Column) -> bool:
     """Whether one column is of the other's kind, and does not hold all that it did."""
-    if was.marks != now.marks or is_wider(was, now):
+    if was.rule_marks != now.rule_marks or is_wider(was, now):
         return False
     (kind, limits), (other, others) = _limits(was), _limits(now)
     less = kind == other and any(mine > theirs for mine, theirs in zip(limits, others, strict=True))
@@ -201,7 +209,7 @@ def is_narrower(was: Column, now: Column) -> bool:
 
 def _limits(column: Column) -> tuple[str, tuple[float, ...]]:
     """The source's type without what stands in brackets, and what that limits, as far as it is known of the type."""
-    written = column.source_type.partition(MARK)[0]
+    written = column.source_type.partition(RULE_MARK)[0]
     kind = re.sub(r"\([^)]*\)", "", written).removesuffix("[]")
     given = [int(number) for number in re.findall(r"-?\d+", "".join(re.findall(r"\([^)]*\)", written)))]
     if kind in _LENGTHS:
@@ -213,7 +221,7 @@ def _limits(column: Column) -> tuple[str, tuple[float, ...]]:
     return kind, ()
 
 
-def holds(was: pa.DataType, now: pa.DataType) -> bool:
+def type_contains(was: pa.DataType, now: pa.DataType) -> bool:
     """Whether every value of one type is one of the other."""
     if was == now:
         return True
@@ -224,24 +232,28 @@ def holds(was: pa.DataType, now: pa.DataType) -> bool:
     if pa.types.is_decimal(was) and pa.types.is_decimal(now):
         return bool(now.scale >= was.scale and now.precision - now.scale >= was.precision - was.scale)
     if pa.types.is_list(was) and pa.types.is_list(now):
-        return holds(was.value_type, now.value_type)
+        return type_contains(was.value_type, now.value_type)
     return False
 
 
-def _recast(new: TableSchema, found: Evolution, policies: Policies, value_of: ValueOf) -> Recast | Refresh:
+def _recast(
+    new: TableSchema, found: Evolution, policies: EvolutionPolicies, value_of: ParseValue
+) -> Recast | ReloadNeeded:
     added, renamed, filled, dropped = [], [], [], []
     for item in found.changes:
-        if item.kind is Kind.RENAME:
-            renamed.append((str(item.was), str(item.now)))
-        elif item.kind is Kind.DROP and policies.drop is Policy.APPLY:
+        if item.kind is SchemaChangeKind.RENAME:
+            renamed.append((str(item.old), str(item.new)))
+        elif item.kind is SchemaChangeKind.DROP and policies.drop is EvolutionPolicy.APPLY:
             dropped.append(str(item.column))
-        elif item.kind is Kind.ADD:
+        elif item.kind is SchemaChangeKind.ADD:
             added.append(str(item.column))
-            if item.at_rest is not AtRest.CONSTANT:
+            if item.existing_value is not ExistingValue.CONSTANT:
                 continue
             column = next(column for column in new.columns if column.name == item.column)
-            value = value_of(column, item.value or "")
+            value = value_of(column, item.constant or "")
             if value is None:
-                return Refresh(schema=new, why=f"added {item.column} with a default that is not understood")
+                return ReloadNeeded(schema=new, why=f"added {item.column} with a default that is not understood")
             filled.append((column.name, value))
-    return Recast(schema=new, added=tuple(added), renamed=tuple(renamed), filled=tuple(filled), dropped=tuple(dropped))
+    return Recast(
+        schema=new, added=tuple(added), renamed=tuple(renamed), backfilled=tuple(filled), dropped=tuple(dropped)
+    )

@@ -20,14 +20,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing, TailraceError, TransformFailed, ValueUnfit
+from tailrace.errors import RELOAD_TABLE_HINT, BaseRowMissing, TailraceError, TransformFailed, ValueUnfit
 from tailrace.kernels import kernel
 from tailrace.model import change
 from tailrace.model.change import OPERATION_NAMES, Operation
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold.row_ids import Ints, image_numbers, key_numbers
 
-UPSERT, DELETE, CLOSE, MARK = 0, 1, 2, 3
+UPSERT, DELETE, END_VERSION, MARK_DELETED = 0, 1, 2, 3
 """What stands in `op`. The last two are of tables that keep what the source no longer has: end the row's current
 version, and mark the row as deleted; each only if it is there."""
 
@@ -54,7 +54,7 @@ _TEXT_HINT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class TruncateEffect:
     """What becomes of rows that a TRUNCATE took away, in a table that keeps them: all that no folded row is about."""
 
     values: dict[str, pa.Scalar]
@@ -63,18 +63,18 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Folded:
+class FoldedChanges:
     """What a batch comes to. `rows` follows `folded_schema`; when `truncated`, they are all the table holds."""
 
     truncated: bool
     rows: pa.Table
-    ended: Ended | None = None
-    clock: int | None = None
+    truncate_effect: TruncateEffect | None = None
+    latest_time: int | None = None
     """The latest time of commit among the changes, µs since 1970, where the table's form asks for it."""
 
     @property
     def empty(self) -> bool:
-        return not self.truncated and self.ended is None and not self.rows.num_rows
+        return not self.truncated and self.truncate_effect is None and not self.rows.num_rows
 
     @property
     def partial(self) -> bool:
@@ -106,7 +106,7 @@ def key_ordinals(schema: TableSchema) -> list[int]:
     return [i for i, column in enumerate(schema.columns) if column.name in schema.key]
 
 
-def fold(schema: TableSchema, changes: pa.Table, *, rereads: bool = False) -> Folded:
+def fold(schema: TableSchema, changes: pa.Table, *, rereads: bool = False) -> FoldedChanges:
     """Fold changes that stand in `_seq` order; optional columns may be missing, foreign ones are ignored. With
     `rereads` a row may lack values that have no base: whoever applies it reads it from the source again."""
     operations = operation_codes(changes)
@@ -114,12 +114,12 @@ def fold(schema: TableSchema, changes: pa.Table, *, rereads: bool = False) -> Fo
     if truncates.size:
         after = int(truncates[-1]) + 1
         changes, operations = changes.slice(after), operations[after:]
-    batch = Batch(schema, changes, operations, empty_before=truncates.size > 0)
+    batch = FoldInput(schema, changes, operations, empty_before=truncates.size > 0)
     rows = _fold_keyed(batch, rereads=rereads) if schema.key else _fold_keyless(batch)
-    return Folded(truncated=truncates.size > 0, rows=rows)
+    return FoldedChanges(truncated=truncates.size > 0, rows=rows)
 
 
-class Batch:
+class FoldInput:
     """The changes after the last TRUNCATE, by column."""
 
     def __init__(self, schema: TableSchema, changes: pa.Table, operations: Codes, *, empty_before: bool) -> None:
@@ -139,7 +139,7 @@ class Batch:
         return str(self._changes.column(change.POSITION)[row].as_py())
 
     def base_missing(self, row: int, what: str) -> BaseRowMissing:
-        return BaseRowMissing(what, table=self.schema.table, position=self.position(row), hint=LOAD_ANEW_HINT)
+        return BaseRowMissing(what, table=self.schema.table, position=self.position(row), hint=RELOAD_TABLE_HINT)
 
 
 def operation_codes(changes: pa.Table) -> Codes:
@@ -156,15 +156,15 @@ def as_type(column: Any, kind: pa.DataType) -> Any:
 # --- tables with a key -------------------------------------------------------------------------------------
 
 
-def _fold_keyed(batch: Batch, *, rereads: bool) -> pa.Table:
-    keys = Keys(batch)
+def _fold_keyed(batch: FoldInput, *, rereads: bool) -> pa.Table:
+    keys = KeyNumbers(batch)
     rows = np.arange(batch.size)
     last = np.full(keys.limit, NOWHERE, np.int64)
     last[keys.own] = rows
     final = np.sort(last[last >= 0])
     alive = batch.operations[final] != _DELETED
     picked = [final] * len(batch.own)
-    gaps = Gaps.of(batch)
+    gaps = UnsentValues.of(batch)
     if gaps is None:
         refuse_unfit(batch, picked, alive)
         return folded_rows(batch.schema, take_places(batch.own, picked), ~alive)
@@ -181,10 +181,10 @@ def _fold_keyed(batch: Batch, *, rereads: bool) -> pa.Table:
     return folded_rows(batch.schema, taken, ~alive, absent=absent, base=base, moved=moved[at] & partial)
 
 
-class Keys:
+class KeyNumbers:
     """Every key of the batch as a number: each row's own, and the one it moved from (-1: it did not)."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: FoldInput) -> None:
         ordinals = key_ordinals(batch.schema)
         moved = batch.optional(change.MOVED_FROM)
         self._columns = [batch.own[i] for i in ordinals]
@@ -216,14 +216,14 @@ class Keys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gaps:
+class UnsentValues:
     """Which values the server did not send: a flag per row for each column that has any."""
 
     ordinals: list[int]
     flags: Flags
 
     @classmethod
-    def of(cls, batch: Batch) -> Gaps | None:
+    def of(cls, batch: FoldInput) -> UnsentValues | None:
         unchanged = batch.optional(change.UNCHANGED)
         if unchanged is None:
             return None
@@ -241,14 +241,14 @@ class Gaps:
         found._refuse_keys(batch)
         return found
 
-    def _refuse_keys(self, batch: Batch) -> None:
+    def _refuse_keys(self, batch: FoldInput) -> None:
         for place, ordinal in enumerate(self.ordinals):
             if batch.schema.columns[ordinal].name in batch.schema.key:
                 row = int(np.argmax(self.flags[:, place]))
                 raise batch.base_missing(row, "a change came without a part of its key")
 
 
-def _follow_all(batch: Batch, keys: Keys, gaps: Gaps, rereads: bool) -> tuple[Ints, Ints, Flags]:
+def _follow_all(batch: FoldInput, keys: KeyNumbers, gaps: UnsentValues, rereads: bool) -> tuple[Ints, Ints, Flags]:
     """Per key and gappy column the row that gives the value (-1: none does); the key of the table's row that does (-1:
     none), and whether the row had another since."""
     source = np.full((keys.limit, len(gaps.ordinals)), NOWHERE, np.int64)
@@ -328,9 +328,9 @@ def _follow(
 # --- tables without a key ----------------------------------------------------------------------------------
 
 
-def _fold_keyless(batch: Batch) -> pa.Table:
+def _fold_keyless(batch: FoldInput) -> pa.Table:
     """Net copies per image: +1 for a row that came, -1 for one that went."""
-    gaps = Gaps.of(batch)
+    gaps = UnsentValues.of(batch)
     if gaps is not None:
         row = int(np.argmax(gaps.flags.any(axis=1)))
         raise batch.base_missing(row, "a partial change arrived for a table without a key")
@@ -353,7 +353,7 @@ def _fold_keyless(batch: Batch) -> pa.Table:
     return folded_rows(batch.schema, columns, copies < 0, copies=copies)
 
 
-def _images(batch: Batch) -> tuple[list[Any], Ints]:
+def _images(batch: FoldInput) -> tuple[list[Any], Ints]:
     """The image of every change, then of every row an update replaced; `_unfit` last; and their weights."""
     updates = np.flatnonzero(batch.operations == _UPDATED)
     weights = np.where(batch.operations == _DELETED, -1, 1)
@@ -375,7 +375,7 @@ def _images(batch: Batch) -> tuple[list[Any], Ints]:
     return [*images, unfits], np.concatenate([weights, np.full(updates.size, -1)])
 
 
-def _unfit_image(batch: Batch, image: int, column: str) -> TailraceError:
+def _unfit_image(batch: FoldInput, image: int, column: str) -> TailraceError:
     """An image as `_images` numbers them, those that updates replaced last."""
     if image < batch.size:
         return _unfit(batch, image, column)
@@ -407,7 +407,7 @@ def _said_of(unfit: pa.Array, names: Mapping[str, str]) -> pa.Array:
 # --- shared ------------------------------------------------------------------------------------------------
 
 
-def refuse_unfit(batch: Batch, picked: list[Ints], alive: Flags) -> None:
+def refuse_unfit(batch: FoldInput, picked: list[Ints], alive: Flags) -> None:
     """Refuse if a value that stays, or any row's key, is one that the column's type cannot hold."""
     unfit = batch.optional(change.UNFIT)
     if unfit is None:
@@ -428,7 +428,7 @@ def refuse_unfit(batch: Batch, picked: list[Ints], alive: Flags) -> None:
             raise _unfit(batch, int(bad[0]), name)
 
 
-def _refuse_unfit_moves(batch: Batch, rows: Ints, names: Any) -> None:
+def _refuse_unfit_moves(batch: FoldInput, rows: Ints, names: Any) -> None:
     """A key that a row moved from is needed whole."""
     moved = pc.starts_with(names, f"{change.MOVED_FROM}.").to_numpy(zero_copy_only=False)
     if moved.any():
@@ -436,11 +436,11 @@ def _refuse_unfit_moves(batch: Batch, rows: Ints, names: Any) -> None:
         raise _unfit(batch, int(rows[at]), str(names[at].as_py()))
 
 
-def _unfit(batch: Batch, row: int, column: str) -> TailraceError:
+def _unfit(batch: FoldInput, row: int, column: str) -> TailraceError:
     own = column.rpartition(".")[2]
     unfit = batch.optional(change.UNFIT)
     for cell in (unfit[row].as_py() if unfit is not None else None) or ():
-        if (rule := change.failed_rule(cell["text"])) is not None and cell["column"] == column:
+        if (rule := change.parse_rule_failure(cell["text"])) is not None and cell["column"] == column:
             return TransformFailed(
                 "a rule could not be applied",
                 rule=rule,

@@ -17,26 +17,26 @@ import pyarrow as pa
 from tailrace.kernels import kernel
 from tailrace.tables.fold.row_ids import Ints, float_bits, integer_bits
 
-Prints = npt.NDArray[np.uint64]
+RowHashes = npt.NDArray[np.uint64]
 """Two columns: the halves of the number."""
 
 _WORD = 8
 
 
-def image_prints(columns: Sequence[Any], seed: int) -> Prints:
+def hash_images(columns: Sequence[Any], seed: int) -> RowHashes:
     """One number per row, by everything it holds."""
     return _prints(columns, seed, signed_zero=True)
 
 
-def key_prints(columns: Sequence[Any], seed: int) -> Prints:
+def hash_keys(columns: Sequence[Any], seed: int) -> RowHashes:
     """One number per row, by key."""
     return _prints(columns, seed, signed_zero=False)
 
 
-class PrintSet:
+class RowHashSet:
     """Numbers to look others up in: 16 bytes each, and 24 more for a moment while it is made."""
 
-    def __init__(self, prints: Prints) -> None:
+    def __init__(self, prints: RowHashes) -> None:
         order = np.argsort(prints[:, 0])
         self._first, self._second = prints[order, 0], prints[order, 1]
         same = np.flatnonzero(np.append(True, self._first[1:] != self._first[:-1]))
@@ -45,7 +45,7 @@ class PrintSet:
     def __len__(self) -> int:
         return int(self._first.size)
 
-    def find(self, prints: Prints) -> Ints:
+    def find(self, prints: RowHashes) -> Ints:
         """Where each number stands in the set; -1 if it does not."""
         found = np.full(len(prints), -1, np.int64)
         order = np.argsort(prints[:, 0])  # asked in order, neighbours lie close in memory
@@ -58,7 +58,7 @@ class PrintSet:
         return found
 
 
-def _prints(columns: Sequence[Any], seed: int, *, signed_zero: bool) -> Prints:
+def _prints(columns: Sequence[Any], seed: int, *, signed_zero: bool) -> RowHashes:
     state = np.empty((len(columns[0]), 2), np.uint64)
     state[:, 0], state[:, 1] = seed & 0xFFFF_FFFF_FFFF_FFFF, seed >> 64
     for column in columns:
@@ -66,7 +66,7 @@ def _prints(columns: Sequence[Any], seed: int, *, signed_zero: bool) -> Prints:
     return state
 
 
-def _absorb_column(column: Any, state: Prints, signed_zero: bool) -> None:
+def _absorb_column(column: Any, state: RowHashes, signed_zero: bool) -> None:
     if isinstance(column, pa.ChunkedArray):
         start = 0
         for chunk in column.chunks:
@@ -104,7 +104,7 @@ def _data(buffer: Any) -> Any:
 
 
 @kernel
-def _absorb(data: npt.NDArray[np.uint8], offsets: Ints, valid: npt.NDArray[np.bool_], state: Prints) -> None:
+def _absorb(data: npt.NDArray[np.uint8], offsets: Ints, valid: npt.NDArray[np.bool_], state: RowHashes) -> None:
     """Mix each value's length and bytes, eight at a time, into its row's number, as MurmurHash3 does."""
     first, second = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
     for row in range(valid.size):

@@ -24,19 +24,19 @@ _OFFSETS_32_BYTES_MAX = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbered:
+class NumberedRows:
     """One number per row, each below `limit`; `limit` is at most a small multiple of the number of rows."""
 
     numbers: Ints
     limit: int
 
 
-def key_numbers(columns: Sequence[Any]) -> Numbered:
+def key_numbers(columns: Sequence[Any]) -> NumberedRows:
     """Number rows by key."""
     return _combined([_codes(one_array(column), signed_zero=False) for column in columns])
 
 
-def image_numbers(columns: Sequence[Any]) -> Numbered:
+def image_numbers(columns: Sequence[Any]) -> NumberedRows:
     """Number rows by everything they hold."""
     return _combined([_codes(one_array(column), signed_zero=True) for column in columns])
 
@@ -51,14 +51,14 @@ def one_array(column: Any) -> Any:
     return column
 
 
-def _combined(parts: list[Numbered]) -> Numbered:
+def _combined(parts: list[NumberedRows]) -> NumberedRows:
     numbers, limit = parts[0].numbers, parts[0].limit
     for part in parts[1:]:
         if limit * part.limit > _INT64_MAX:
             dense = _dense(numbers)
             numbers, limit = dense.numbers, dense.limit
         numbers, limit = numbers * part.limit + part.numbers, limit * part.limit
-    whole = Numbered(numbers=numbers, limit=limit)
+    whole = NumberedRows(numbers=numbers, limit=limit)
     return whole if limit <= _spread_max(numbers.size) else _dense(numbers)
 
 
@@ -66,24 +66,24 @@ def _spread_max(rows: int) -> int:
     return 4 * rows + 1024
 
 
-def _dense(values: Ints) -> Numbered:
+def _dense(values: Ints) -> NumberedRows:
     """Renumber from zero. Values that lie close together keep their distances: no hashing."""
     if values.size:
         low, high = int(values.min()), int(values.max())
         if high - low < _spread_max(values.size):
-            return Numbered(numbers=values - low, limit=high - low + 1)
+            return NumberedRows(numbers=values - low, limit=high - low + 1)
     return _encoded(pa.array(values))
 
 
-def _encoded(column: Any) -> Numbered:
+def _encoded(column: Any) -> NumberedRows:
     encoded = column.dictionary_encode()
     numbers = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     if encoded.null_count:
         numbers += 1
-    return Numbered(numbers=numbers, limit=len(encoded.dictionary) + 1)
+    return NumberedRows(numbers=numbers, limit=len(encoded.dictionary) + 1)
 
 
-def _codes(column: Any, *, signed_zero: bool) -> Numbered:
+def _codes(column: Any, *, signed_zero: bool) -> NumberedRows:
     """Number one column's values; null has a number of its own."""
     kind = column.type
     if pa.types.is_string_view(kind):
@@ -126,7 +126,7 @@ def float_bits(column: Any, signed_zero: bool) -> Ints:
     return bits
 
 
-def _list_codes(column: Any, signed_zero: bool) -> Numbered:
+def _list_codes(column: Any, signed_zero: bool) -> NumberedRows:
     """A list is the sequence of its elements' numbers: those bytes, dictionary-encoded."""
     elements = _codes(column.values, signed_zero=signed_zero).numbers
     bounds = column.offsets.to_numpy().astype(np.int64) * elements.itemsize
@@ -134,8 +134,8 @@ def _list_codes(column: Any, signed_zero: bool) -> Numbered:
     return _encoded(pa.Array.from_buffers(pa.large_binary(), len(column), buffers))
 
 
-def _with_nulls(column: Any, values: Numbered) -> Numbered:
+def _with_nulls(column: Any, values: NumberedRows) -> NumberedRows:
     if not column.null_count:
         return values
     nulls = column.is_null().to_numpy(zero_copy_only=False)
-    return Numbered(numbers=np.where(nulls, 0, values.numbers + 1), limit=values.limit + 1)
+    return NumberedRows(numbers=np.where(nulls, 0, values.numbers + 1), limit=values.limit + 1)

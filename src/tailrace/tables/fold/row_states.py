@@ -19,11 +19,11 @@ from tailrace.model.schema import TableSchema
 from tailrace.tables.fold.fold import (
     NOWHERE,
     UPSERT,
-    Batch,
     Codes,
     Flags,
-    Gaps,
-    Keys,
+    FoldInput,
+    KeyNumbers,
+    UnsentValues,
     folded_rows,
     key_ordinals,
     operation_codes,
@@ -36,14 +36,14 @@ from tailrace.tables.fold.row_ids import Ints
 _UPDATED, _DELETED, _TRUNCATED = Operation.UPDATE.code, Operation.DELETE.code, Operation.TRUNCATE.code
 
 
-class States:
+class RowStates:
     """The states of a batch of changes in order; each array has one value for each state."""
 
     def __init__(self, schema: TableSchema, changes: pa.Table, *, rereads: bool = False) -> None:
         self._schema = schema
-        self._batch = Batch(schema, changes, operation_codes(changes), empty_before=False)
-        self._gaps = Gaps.of(self._batch)
-        self._keys = Keys(self._batch)
+        self._batch = FoldInput(schema, changes, operation_codes(changes), empty_before=False)
+        self._gaps = UnsentValues.of(self._batch)
+        self._keys = KeyNumbers(self._batch)
         operations = self._batch.operations
         size, truncates = operations.size, np.flatnonzero(operations == _TRUNCATED)
         most = size * 2 if truncates.size else size

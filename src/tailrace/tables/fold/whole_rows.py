@@ -11,31 +11,33 @@ import pyarrow.compute as pc
 
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold.by_mode import loaded
-from tailrace.tables.fold.fold import CLOSE, UPSERT, Folded, as_type, folded_rows, folded_schema
-from tailrace.tables.port import Cursor
-from tailrace.tables.spec import CURRENT, TIME, VALID_FROM, VALID_TO, Form, Origin, TableMode
+from tailrace.tables.fold.by_mode import with_added_columns
+from tailrace.tables.fold.fold import END_VERSION, UPSERT, FoldedChanges, as_type, folded_rows, folded_schema
+from tailrace.tables.port import AppliedPosition
+from tailrace.tables.spec import CURRENT, TIME, VALID_FROM, VALID_TO, LoadOrigin, TableMode, TableSpec
 
 
-def operations(folded: Folded) -> Any:
+def operations(folded: FoldedChanges) -> Any:
     """What is done with each row."""
     return folded.rows.column("op").to_numpy()
 
 
-def rows_to_put(form: Form, schema: TableSchema, rows: pa.Table, here: Cursor, said: pa.Table | None = None) -> Folded:
+def fold_for_upsert(
+    form: TableSpec, schema: TableSchema, rows: pa.Table, here: AppliedPosition, said: pa.Table | None = None
+) -> FoldedChanges:
     """Whole rows of the source as a table of the form takes them that is put right where it stands; for a table of
     versions `said` has what the change that made each says of itself."""
     assert form.mode is not TableMode.APPEND, "what a change was cannot be put right"
-    stored = form.stored(schema)
+    stored = form.stored_schema(schema)
     if form.mode is TableMode.HISTORY:
         assert said is not None, "a version says what made it"
         return _versions_to_put(form, stored, rows, _told(said, here))
-    origin = Origin(seq=here.seq, position=str(here.position), read_at=time.time_ns() // 1000)
-    own = loaded(form, schema, rows.to_batches(), origin)
+    origin = LoadOrigin(seq=here.seq, position=str(here.position), read_at=time.time_ns() // 1000)
+    own = with_added_columns(form, schema, rows.to_batches(), origin)
     return whole_rows(stored, pa.Table.from_batches(own, pa.schema(stored.row_fields())))
 
 
-def _told(said: pa.Table, here: Cursor) -> pa.Table:
+def _told(said: pa.Table, here: AppliedPosition) -> pa.Table:
     """The same, where rows that a load has read are told from changes: they have no number of the log, nor a
     transaction. A number below zero stands for that, another one for every load."""
     seqs, made = said.column(change.SEQ), as_type(said.column(change.COMMITTED_AT), TIME).cast(pa.int64())
@@ -45,7 +47,7 @@ def _told(said: pa.Table, here: Cursor) -> pa.Table:
     return said.set_column(said.column_names.index(change.TX), change.TX, txs)
 
 
-def _versions_to_put(form: Form, stored: TableSchema, rows: pa.Table, said: pa.Table) -> Folded:
+def _versions_to_put(form: TableSpec, stored: TableSchema, rows: pa.Table, said: pa.Table) -> FoldedChanges:
     """Each as the version that its change has made, and the end of the one before. A change's version that is there
     already is replaced, for it is of the same transaction."""
     size, made = rows.num_rows, said.column(change.COMMITTED_AT)
@@ -54,14 +56,18 @@ def _versions_to_put(form: Form, stored: TableSchema, rows: pa.Table, said: pa.T
     ends = {VALID_FROM: none, VALID_TO: times, CURRENT: pa.array(np.zeros(size, np.bool_))}
 
     def folded(own: dict[str, Any], operation: int) -> pa.Table:
-        added = [own[one.name] if one.name in own else as_type(said.column(one.name), one.type) for one in form.added]
+        added = [
+            own[one.name] if one.name in own else as_type(said.column(one.name), one.type) for one in form.added_columns
+        ]
         return folded_rows(stored, [*rows.columns, *added], np.full(size, operation, np.int8))
 
     clock = max(times.cast(pa.int64()).to_pylist(), default=0)
-    return Folded(truncated=False, rows=pa.concat_tables([folded(came, UPSERT), folded(ends, CLOSE)]), clock=clock)
+    return FoldedChanges(
+        truncated=False, rows=pa.concat_tables([folded(came, UPSERT), folded(ends, END_VERSION)]), latest_time=clock
+    )
 
 
-def whole_rows(schema: TableSchema, rows: pa.Table) -> Folded:
+def whole_rows(schema: TableSchema, rows: pa.Table) -> FoldedChanges:
     """Rows as a table has them, folded: each comes in under its key, whatever was there."""
     fields, size = folded_schema(schema), rows.num_rows
     own = [rows.column(column.name).cast(column.type) for column in schema.columns]
@@ -72,4 +78,4 @@ def whole_rows(schema: TableSchema, rows: pa.Table) -> Folded:
         pa.array(np.zeros(size, np.bool_)),
         pa.array(np.ones(size, np.int64)),
     ]
-    return Folded(truncated=False, rows=pa.Table.from_arrays([*own, *rest], schema=fields))
+    return FoldedChanges(truncated=False, rows=pa.Table.from_arrays([*own, *rest], schema=fields))

@@ -19,17 +19,17 @@ from typing import Any
 
 from tailrace.errors import ConfigError, ForeignWrite, TableUnusable
 from tailrace.model.schema import TableId
-from tailrace.tables.delta.commit_log import METADATA_KEY, REPLACE_HINT, Position
+from tailrace.tables.delta.commit_log import METADATA_KEY, REPLACE_HINT, CommitRecord
 from tailrace.tables.iceberg.schema_mapping import IDENTITY, Field, Spec
 from tailrace.tables.staging import StagedFile
 
 OWNER = "tailrace.log"
 """The property that says whose table it is."""
-SHAPE = "tailrace.shape."
+SCHEMA_PROPERTY_PREFIX = "tailrace.shape."
 """Of each shape that a snapshot names, before its digest."""
 TOKEN = "tailrace.token"
 """In a summary: by it we know our snapshot again."""
-LANDED = "tailrace.landed"
+LOADED_SUMMARY_KEY = "tailrace.landed"
 """In a summary: which staged files a load has made all that the table holds."""
 REPLACED = "replace"
 """What Iceberg calls a snapshot that has other files and the same rows."""
@@ -43,31 +43,31 @@ Summary = dict[str, str]
 Properties = dict[str, str]
 
 
-def said_of(position: Position, token: str) -> tuple[Summary, Properties]:
+def summary_and_properties(position: CommitRecord, token: str) -> tuple[Summary, Properties]:
     """What a snapshot at this position says of itself, and what the table must say beside it."""
     stored = json.loads(position.text())
     shape = json.dumps(stored["schema"], sort_keys=True)
     digest = hashlib.sha256(shape.encode()).hexdigest()[:16]
     text = json.dumps({**stored, "schema": digest})
-    return {METADATA_KEY: text, TOKEN: token}, {SHAPE + digest: shape, OWNER: position.log}
+    return {METADATA_KEY: text, TOKEN: token}, {SCHEMA_PROPERTY_PREFIX + digest: shape, OWNER: position.log}
 
 
-def landed_as(files: Sequence[StagedFile]) -> str:
+def files_digest(files: Sequence[StagedFile]) -> str:
     """How a summary calls these files."""
     names = "\n".join(sorted(file.path for file in files))
     return hashlib.sha256(names.encode()).hexdigest() if files else ""
 
 
 @dataclass(frozen=True)
-class Metadata:
+class IcebergMetadata:
     """What one commit made of a table."""
 
     path: Path
-    said: Mapping[str, Any]
+    document: Mapping[str, Any]
 
     @property
     def properties(self) -> Mapping[str, str]:
-        return dict(self.said.get("properties", {}))
+        return dict(self.document.get("properties", {}))
 
     @property
     def owner(self) -> str | None:
@@ -77,29 +77,29 @@ class Metadata:
     @property
     def snapshot(self) -> int | None:
         """The number of the newest snapshot."""
-        number = self.said.get("current-snapshot-id")
+        number = self.document.get("current-snapshot-id")
         return None if number in (None, -1) else int(number)
 
     @property
     def fields(self) -> list[Field]:
         """The columns as they are now."""
-        now = self.said["current-schema-id"]
-        return next(list(schema["fields"]) for schema in self.said["schemas"] if schema["schema-id"] == now)
+        now = self.document["current-schema-id"]
+        return next(list(schema["fields"]) for schema in self.document["schemas"] if schema["schema-id"] == now)
 
     @property
     def last_number(self) -> int:
         """The highest that a column ever had."""
-        return int(self.said["last-column-id"])
+        return int(self.document["last-column-id"])
 
     @property
     def specs(self) -> list[Spec]:
         """All that the table is partitioned by, and was."""
-        return list(self.said["partition-specs"])
+        return list(self.document["partition-specs"])
 
     @property
     def partition_by(self) -> list[str]:
         """The columns that new files are apart by; of what is not a column as it is, its name."""
-        now = self.said["default-spec-id"]
+        now = self.document["default-spec-id"]
         parts = next(spec["fields"] for spec in self.specs if spec["spec-id"] == now)
         return [
             part["name"] if part["transform"] == IDENTITY else f"{part['transform']} {part['name']}" for part in parts
@@ -109,7 +109,7 @@ class Metadata:
         """How many there are, as the newest snapshot counts them."""
         return 0 if self.snapshot is None else _counted(self._snapshot(self.snapshot)["summary"])
 
-    def position(self) -> Position:
+    def commit_record(self) -> CommitRecord:
         """Of a table of ours; refuse if others wrote since."""
         owner = self.owner
         for found in self._back():
@@ -124,7 +124,7 @@ class Metadata:
                     version=found["snapshot-id"],
                     hint=f"A table of ours is written by Tailrace alone. {REPLACE_HINT}",
                 )
-            if found.get("schema-id") != self.said["current-schema-id"]:
+            if found.get("schema-id") != self.document["current-schema-id"]:
                 raise ForeignWrite(
                     "someone else changed the table's columns",
                     path=self.path,
@@ -136,14 +136,14 @@ class Metadata:
             "the table no longer holds the snapshot with our position", path=self.path, hint=REPLACE_HINT
         )
 
-    def says(self, name: str, value: str) -> bool:
+    def has_in_summary(self, name: str, value: str) -> bool:
         """Whether a snapshot of the table has this in its summary."""
         return any(found["summary"].get(name) == value for found in self._back())
 
-    def landed(self, number: int, files: Sequence[StagedFile]) -> bool:
+    def is_load_of(self, number: int, files: Sequence[StagedFile]) -> bool:
         """Whether these staged files are all that a snapshot holds."""
         summary = self._snapshot(number)["summary"]
-        return bool(summary.get(LANDED) == landed_as(files)) if files else _counted(summary) == 0
+        return bool(summary.get(LOADED_SUMMARY_KEY) == files_digest(files)) if files else _counted(summary) == 0
 
     def source(self) -> TableId | None:
         """The source table that it was last made of; None where that cannot be told."""
@@ -153,28 +153,28 @@ class Metadata:
             return None
         return None if found is None else found.schema.table
 
-    def own_versions(self, log_id: str) -> Iterator[tuple[int, Position]]:
+    def own_versions(self, log_id: str) -> Iterator[tuple[int, CommitRecord]]:
         """The snapshots that this log's commits made, newest first, as far as the table still lists them. One that was
         only staged is none: nobody has seen to it that it follows what it says it does."""
-        published = {self.snapshot, *(entry["snapshot-id"] for entry in self.said.get("snapshot-log", ()))}
+        published = {self.snapshot, *(entry["snapshot-id"] for entry in self.document.get("snapshot-log", ()))}
         found = {item["snapshot-id"]: item for number in published for item in self._back(number)}
         for number, item in sorted(found.items(), key=lambda pair: int(pair[1]["sequence-number"]), reverse=True):
             with contextlib.suppress(TableUnusable):
                 if (position := self._stated(item)) is not None and position.log == log_id:
                     yield number, position
 
-    def as_of(self, number: int | None, location: Path, partition_by: Sequence[str]) -> dict[str, Any]:
+    def copy_as_of(self, number: int | None, location: Path, partition_by: Sequence[str]) -> dict[str, Any]:
         """What the metadata of a table says that lies elsewhere and is as this one was at a snapshot, or that has
         nothing, and goes on from there: what is written to it can become part of this one."""
         base = None if number is None else self._snapshot(number)
-        schema = self.said["current-schema-id"] if base is None else base["schema-id"]
-        fields = next(item["fields"] for item in self.said["schemas"] if item["schema-id"] == schema)
+        schema = self.document["current-schema-id"] if base is None else base["schema-id"]
+        fields = next(item["fields"] for item in self.document["schemas"] if item["schema-id"] == schema)
         specs = [spec for spec in self.specs if _fits(spec, fields)]
         mine = [spec["spec-id"] for spec in specs if base is None or _parts_of(spec, fields) == list(partition_by)]
         if not mine:
             raise TableUnusable("the table cannot be partitioned as it was", path=self.path, hint=REPLACE_HINT)
-        now = self.said["default-spec-id"]
-        left = {name: value for name, value in self.said.items() if name not in _NOT_OF_A_COPY}
+        now = self.document["default-spec-id"]
+        left = {name: value for name, value in self.document.items() if name not in _NOT_OF_A_COPY}
         kept = {name: value for name, value in self.properties.items() if not name.startswith(_PLACES)}
         here = {"current-snapshot-id": number, "refs": {"main": {"snapshot-id": number, "type": "branch"}}}
         return {
@@ -190,24 +190,24 @@ class Metadata:
             "metadata-log": [],
         }
 
-    def strays(self) -> list[int]:
+    def orphan_snapshots(self) -> list[int]:
         """Snapshots that were ours to be, and that no commit made part of the table."""
         mine = {item["snapshot-id"] for item in self._back()}
-        named = {ref["snapshot-id"] for ref in self.said.get("refs", {}).values()}
+        named = {ref["snapshot-id"] for ref in self.document.get("refs", {}).values()}
         return [
             item["snapshot-id"]
-            for item in self.said.get("snapshots", ())
+            for item in self.document.get("snapshots", ())
             if TOKEN in item["summary"] and "wap.id" in item["summary"] and item["snapshot-id"] not in mine | named
         ]
 
-    def _stated(self, snapshot: Mapping[str, Any]) -> Position | None:
+    def _stated(self, snapshot: Mapping[str, Any]) -> CommitRecord | None:
         text = snapshot["summary"].get(METADATA_KEY)
         if text is None:
             return None
         try:
             stored = json.loads(text)
-            stored["schema"] = json.loads(self.properties[SHAPE + stored["schema"]])
-            return Position.parse(json.dumps(stored))
+            stored["schema"] = json.loads(self.properties[SCHEMA_PROPERTY_PREFIX + stored["schema"]])
+            return CommitRecord.parse(json.dumps(stored))
         except (ValueError, KeyError, TypeError, ConfigError) as exc:
             raise TableUnusable(
                 "a snapshot of the table cannot be read",
@@ -236,7 +236,7 @@ class Metadata:
 
     @functools.cached_property
     def _by_number(self) -> dict[int, Mapping[str, Any]]:
-        return {item["snapshot-id"]: item for item in self.said.get("snapshots", ())}
+        return {item["snapshot-id"]: item for item in self.document.get("snapshots", ())}
 
 
 def _only_rewrites(summary: Mapping[str, Any]) -> bool:

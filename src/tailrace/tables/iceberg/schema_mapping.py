@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.evolve.recast_columns import Laid
+from tailrace.tables.evolve.recast_columns import RecastColumns
 from tailrace.tables.limits import refuse_names
 
 Field = dict[str, Any]
@@ -61,14 +61,14 @@ def fresh_fields(columns: Sequence[Column]) -> list[Field]:
     return [_field(number, column, numbers) for number, column in enumerate(columns, start=1)]
 
 
-def laid_fields(held: Sequence[Field], laid: Laid, last: int) -> list[Field] | None:
+def recast_fields(held: Sequence[Field], laid: RecastColumns, last: int) -> list[Field] | None:
     """The columns after a change of shape that leaves every file as it is; None if rows must be written anew. `last` is
     the highest number that a column of the table ever had."""
-    if laid.filled:
+    if laid.backfilled:
         return None
     numbers, by_name = itertools.count(last + 1), {field["name"]: field for field in held}
     found: list[Field] = []
-    for column, old in zip(laid.columns, laid.taken, strict=True):
+    for column, old in zip(laid.columns, laid.source_names, strict=True):
         if old is None:
             found.append(_field(next(numbers), column, numbers))
             continue
@@ -146,16 +146,18 @@ def _arrow(kind: Any) -> pa.DataType:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parting:
+class PartitionChange:
     """How a table whose rows are all replaced comes to be partitioned."""
 
     spec: Spec
-    afresh: bool
+    drops_snapshots: bool
     """Whether its columns do not mean what it was partitioned by: that goes, and so must every older snapshot, for it
     could not be read any more."""
 
 
-def parting(fields: Sequence[Field], names: Sequence[str], specs: Sequence[Spec], was: Sequence[Field]) -> Parting:
+def plan_partition_change(
+    fields: Sequence[Field], names: Sequence[str], specs: Sequence[Spec], was: Sequence[Field]
+) -> PartitionChange:
     """Of a table with these columns, to be partitioned by some of them, that `was` another; `specs` are all that its
     metadata has."""
     highest = max((field["field-id"] for spec in specs for field in spec["fields"]), default=FIRST_PARTITION - 1)
@@ -168,7 +170,7 @@ def parting(fields: Sequence[Field], names: Sequence[str], specs: Sequence[Spec]
     types, before = ({field["id"]: field["type"] for field in some} for some in (fields, was))
     same = all(types[part["source-id"]] == before.get(part["source-id"]) for part in apart)
     same = same and all(_sources(spec["fields"]) == _sources(apart) for spec in held)
-    return Parting(spec={"spec-id": 0, "fields": apart}, afresh=bool(held) and not same)
+    return PartitionChange(spec={"spec-id": 0, "fields": apart}, drops_snapshots=bool(held) and not same)
 
 
 def _sources(parts: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, str]]:

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.tables.delta.commit_log import REPLACE_HINT, Position
+from tailrace.tables.delta.commit_log import REPLACE_HINT, CommitRecord
 from tailrace.tables.iceberg.catalogs import Catalog
-from tailrace.tables.iceberg.commit_log import Metadata
+from tailrace.tables.iceberg.commit_log import IcebergMetadata
 from tailrace.tables.iceberg.schema_mapping import columns_of
-from tailrace.tables.port import Cursor
-from tailrace.tables.position_errors import not_loaded, refuse_form, strangers
-from tailrace.tables.spec import PLAIN, Form
+from tailrace.tables.port import AppliedPosition
+from tailrace.tables.position_errors import location_taken, not_loaded, refuse_other_spec
+from tailrace.tables.spec import PLAIN_MIRROR, TableSpec
 from tailrace.tables.table_folder import AWAY_HINT, SCRATCH, refuse_inside, unreadable
-from tailrace.tables.table_paths import anothers
+from tailrace.tables.table_paths import folder_taken
 
 METADATA, DATA = "metadata", "data"
 """The folders that the connector makes in that of a table."""
@@ -37,26 +37,26 @@ _OURS = re.compile(rf"\..*|{METADATA}|{DATA}|{STAGED}|{REBUILT}|{SCRATCH}")
 class OpenedIceberg:
     """The table as it stood after one commit."""
 
-    metadata: Metadata
-    position: Position
+    metadata: IcebergMetadata
+    commit_record: CommitRecord
 
 
 class IcebergTable:
     """The reading half of a table of one change log."""
 
-    def __init__(self, path: Path, log_id: str, catalog: Catalog, form: Form = PLAIN) -> None:
+    def __init__(self, path: Path, log_id: str, catalog: Catalog, form: TableSpec = PLAIN_MIRROR) -> None:
         self._path, self._log_id, self._form = path.absolute(), log_id, form
         self._catalog = catalog
 
-    def cursor(self) -> Cursor | None:
-        return None if (opened := self._open()) is None else opened.position.cursor
+    def applied_position(self) -> AppliedPosition | None:
+        return None if (opened := self._open()) is None else opened.commit_record.applied_position
 
-    def shape(self) -> TableSchema | None:
-        return None if (opened := self._open()) is None else opened.position.schema
+    def schema(self) -> TableSchema | None:
+        return None if (opened := self._open()) is None else opened.commit_record.schema
 
-    def late(self) -> str | None:
+    def replay_id(self) -> str | None:
         """The name of the dead letters that came in last, where their own changes did."""
-        return None if (opened := self._open()) is None else opened.position.late
+        return None if (opened := self._open()) is None else opened.commit_record.replay_id
 
     def columns(self) -> list[str]:
         """All that it holds, by name, those included that the source has dropped."""
@@ -71,7 +71,7 @@ class IcebergTable:
 
     def identity(self, _version: int | None = None) -> str | None:
         """Which table it is: one that is made anew has another. A snapshot's number is no other table's."""
-        return None if (found := self.metadata()) is None else str(found.said["table-uuid"])
+        return None if (found := self.metadata()) is None else str(found.document["table-uuid"])
 
     def refuse_foreign(self, table: TableId) -> None:
         """Raise what a load of this source table would raise before it begins."""
@@ -80,15 +80,15 @@ class IcebergTable:
             refuse_inside(self._path, REBUILT)
             return
         if found.owner != self._log_id:
-            raise strangers(self._path, found.owner)
+            raise location_taken(self._path, found.owner)
         if (made_of := found.source()) not in (None, table):
-            raise anothers(self._path, made_of, table)
+            raise folder_taken(self._path, made_of, table)
 
-    def metadata(self) -> Metadata | None:
+    def metadata(self) -> IcebergMetadata | None:
         """What its newest commit made of it; None if there is no table. Refuses a place that holds something else."""
         found = self._catalog.metadata(self._path)
         if found is not None:
-            return Metadata(self._path, found)
+            return IcebergMetadata(self._path, found)
         try:
             strays = [entry.name for entry in self._path.iterdir() if not _OURS.fullmatch(entry.name)]
         except FileNotFoundError:
@@ -116,8 +116,8 @@ class IcebergTable:
         found = self.metadata()
         if found is None or found.owner != self._log_id:
             return None
-        position = found.position()
-        refuse_form(self._path, self._form, position)
+        position = found.commit_record()
+        refuse_other_spec(self._path, self._form, position)
         if found.partition_by != list(self._form.partition_by):
             raise TableUnusable(
                 "someone else changed what the table is partitioned by",
@@ -125,4 +125,4 @@ class IcebergTable:
                 found=", ".join(found.partition_by),
                 hint=REPLACE_HINT,
             )
-        return OpenedIceberg(metadata=found, position=position)
+        return OpenedIceberg(metadata=found, commit_record=position)

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.errors import ConfigError
-from tailrace.transforms.transform_errors import Faults, by_halves
+from tailrace.transforms.transform_errors import RowFaults, find_faults_by_halves
 
-Worked = tuple[pa.Array, Faults]
+ColumnResult = tuple[pa.Array, RowFaults]
 """The values, and what failed; those are null."""
 
 TYPES: dict[str, pa.DataType] = {
@@ -32,7 +32,7 @@ WIDEST = 76
 """Digits of Arrow's widest decimals: any of ours, with any of our scales."""
 
 
-def type_named(name: str) -> pa.DataType:
+def parse_type(name: str) -> pa.DataType:
     """The type that a rule names."""
     if name in TYPES:
         return TYPES[name]
@@ -44,7 +44,7 @@ def type_named(name: str) -> pa.DataType:
     )
 
 
-def name_of(kind: pa.DataType) -> str:
+def type_name(kind: pa.DataType) -> str:
     """The type as a rule names it."""
     known = (name for name, one in TYPES.items() if one == kind)
     return next(known, str(kind).replace("decimal128", "decimal"))
@@ -121,22 +121,24 @@ def truncate(values: pa.Array, length: int) -> pa.Array:
     return pc.utf8_slice_codeunits(values, 0, length)
 
 
-def tried(
+def try_by_halves(
     work: Callable[[pa.Array], pa.Array], values: pa.Array, kind: pa.DataType, said: Callable[[Exception], str]
-) -> Worked:
+) -> ColumnResult:
     """Work that may fail for some values: those are null. `said` makes words of what Arrow raises."""
-    parts, faults = by_halves(
+    parts, faults = find_faults_by_halves(
         lambda begin, size: work(values.slice(begin, size)), 0, len(values), lambda size: pa.nulls(size, kind), said
     )
     return parts[0] if len(parts) == 1 else pa.concat_arrays(parts), faults
 
 
-def cast(values: pa.Array, kind: pa.DataType, what: str = "the value") -> Worked:
+def cast(values: pa.Array, kind: pa.DataType, what: str = "the value") -> ColumnResult:
     """Values of another type; those that it cannot hold fail."""
-    return tried(lambda some: fitted(some, kind), values, kind, lambda _: f"{what} does not fit {name_of(kind)}")
+    return try_by_halves(
+        lambda some: cast_checked(some, kind), values, kind, lambda _: f"{what} does not fit {type_name(kind)}"
+    )
 
 
-def fitted(values: pa.Array, kind: pa.DataType) -> pa.Array:
+def cast_checked(values: pa.Array, kind: pa.DataType) -> pa.Array:
     """Values of another type; an error of Arrow's if it cannot hold one of them. Its own cast wraps a decimal around
     that is too large for more digits behind the point, makes infinity of a large float, true of any number, and times
     of numbers that are none."""
@@ -160,18 +162,18 @@ def _require(fits: pa.Array) -> None:
         raise pa.ArrowInvalid("a value does not fit")
 
 
-def scalar(value: bool | int | Decimal | str | None, kind: pa.DataType | None) -> pa.Scalar:
+def to_scalar(value: bool | int | Decimal | str | None, kind: pa.DataType | None) -> pa.Scalar:
     """A value that a rule names, of a type if that is given."""
     try:
         if kind is None:
             return pa.scalar(value)
         if isinstance(value, str) and not pa.types.is_string(kind):
-            return fitted(pa.array([value]), kind)[0]
+            return cast_checked(pa.array([value]), kind)[0]
         if isinstance(value, int | Decimal) and not isinstance(value, bool):
             if pa.types.is_string(kind):
                 return pa.scalar(str(value))
             if pa.types.is_floating(kind):
-                return fitted(pa.array([str(value)]), kind)[0]
+                return cast_checked(pa.array([str(value)]), kind)[0]
             if pa.types.is_decimal(kind):
                 return pa.scalar(Decimal(value), kind)
             if Decimal(value).adjusted() > WIDEST or int(value) != value:
@@ -182,10 +184,10 @@ def scalar(value: bool | int | Decimal | str | None, kind: pa.DataType | None) -
         if kind is None:
             hint = "Name the type that it is to have, for example `type: decimal(38, 0)`."
             raise ConfigError("a value is of no type that a column has", hint=hint) from None
-        said = f"a value is none of the type {name_of(kind)}"
+        said = f"a value is none of the type {type_name(kind)}"
         raise ConfigError(said, hint="Write one that is, or another `type`.") from None
 
 
-def repeated(value: pa.Scalar, rows: int) -> pa.Array:
+def repeat_value(value: pa.Scalar, rows: int) -> pa.Array:
     """One value in every row."""
     return pa.array([value.as_py()], value.type).take(pa.array(np.zeros(rows, np.int64)))

@@ -25,30 +25,30 @@ import pyarrow as pa
 from tailrace.model.schema import TableId
 from tailrace.transforms.secrets import Cipher
 from tailrace.transforms.steps.hashes import as_bytes
-from tailrace.transforms.transform_errors import Fault, Faults
+from tailrace.transforms.transform_errors import RowFault, RowFaults
 
 FORMAT, FORMAT_OLD = 2, 1
 NONCE_BYTES = 12
-FAILURES = (ValueError, OverflowError, TypeError, MemoryError, RuntimeError)
+CIPHER_ERRORS = (ValueError, OverflowError, TypeError, MemoryError, RuntimeError)
 FOREIGN = "the value is none that `encrypt` has made"
 UNNAMED = "the value was encrypted with a key that is not named"
 CHANGED = "it was changed since, or encrypted for another table or column"
 
 
-def bound_to(table: TableId, column: str) -> bytes:
+def associated_data(table: TableId, column: str) -> bytes:
     """The associated data: which column of which table this is."""
     return _said(table.schema, table.name, column)
 
 
-def bounds_of(tables: Sequence[TableId], column: str) -> dict[int, tuple[bytes, ...]]:
+def accepted_associated_data(tables: Sequence[TableId], column: str) -> dict[int, tuple[bytes, ...]]:
     """By format, what a value of this column is bound to if it is of one of these tables."""
     return {
-        FORMAT: tuple(bound_to(table, column) for table in tables),
+        FORMAT: tuple(associated_data(table, column) for table in tables),
         FORMAT_OLD: tuple({_said(str(table), column) for table in tables}),
     }
 
 
-def tables_of(name: str) -> tuple[TableId, ...]:
+def possible_tables(name: str) -> tuple[TableId, ...]:
     """The tables that a name may mean: one, unless it has more than one dot."""
     dots = [at for at, char in enumerate(name) if char == "."]
     return tuple(TableId(name[:at], name[at + 1 :]) for at in dots) or (TableId("", name),)
@@ -58,7 +58,7 @@ def _said(*names: str) -> bytes:
     return json.dumps(names, ensure_ascii=False).encode()
 
 
-def encrypt(values: pa.Array, cipher: Cipher, key_id: str, bound: bytes) -> tuple[pa.Array, Faults]:
+def encrypt(values: pa.Array, cipher: Cipher, key_id: str, bound: bytes) -> tuple[pa.Array, RowFaults]:
     """The ciphertexts, null where there was null; and the rows that could not be encrypted, null as well."""
     n = len(values)
     named = key_id.encode()
@@ -71,15 +71,15 @@ def encrypt(values: pa.Array, cipher: Cipher, key_id: str, bound: bytes) -> tupl
             nonce = nonces[NONCE_BYTES * row : NONCE_BYTES * (row + 1)]
             try:
                 out[row] = head + nonce + cipher.encrypt(nonce, plain, bound)
-            except FAILURES:
+            except CIPHER_ERRORS:
                 failed[row] = True
     why = f"the value cannot be encrypted with the key `{key_id}`"
-    return pa.array(out, pa.binary()), (Fault(why=why, rows=failed),)
+    return pa.array(out, pa.binary()), (RowFault(reason=why, rows=failed),)
 
 
 def decrypt(
     values: pa.Array, cipher: Callable[[str], Cipher | None], bounds: Mapping[int, Sequence[bytes]]
-) -> tuple[pa.Array, Faults]:
+) -> tuple[pa.Array, RowFaults]:
     """The plaintexts as bytes; rows whose key is not known, or that were tampered with, are null and have failed.
     `bounds`: by format, one of which a value must be bound to."""
     from cryptography.exceptions import InvalidTag
@@ -102,9 +102,9 @@ def decrypt(
             if key is None:
                 raise ValueError(why)
             out[row] = _opened(key, sealed[end : end + NONCE_BYTES], sealed[end + NONCE_BYTES :], bounds[sealed[0]])
-        except (*FAILURES, InvalidTag):
+        except (*CIPHER_ERRORS, InvalidTag):
             failed.setdefault(why, []).append(row)
-    return pa.array(out, pa.binary()), tuple(Fault(why=why, rows=_mask(rows, n)) for why, rows in failed.items())
+    return pa.array(out, pa.binary()), tuple(RowFault(reason=why, rows=_mask(rows, n)) for why, rows in failed.items())
 
 
 def _mask(rows: Sequence[int], count: int) -> npt.NDArray[np.bool_]:

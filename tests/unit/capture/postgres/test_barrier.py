@@ -27,5 +27,5 @@ def test_whatever_ends_the_wait_is_told_and_nobody_waits_for_ever(error: Excepti
     barrier = Barrier(source)
     barrier.close()  # which waits for it
     with pytest.raises(SourceError) as told:
-        barrier.passed()
+        barrier.result()
     assert "SECRET" not in str(told.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.capture.postgres.connect import explain_text
+from tailrace.capture.postgres.connect import map_error_text
 from tailrace.errors import (
     SourceError,
     SourceRefused,
@@ -32,12 +32,12 @@ from tailrace.errors import (
     ],
 )
 def test_a_refusal_is_told_by_its_words_or_its_state(text: str, state: str, kind: type[TailraceError]) -> None:
-    error = explain_text(text, "postgresql://user:secret@db:5433/shop", state)
+    error = map_error_text(text, "postgresql://user:secret@db:5433/shop", state)
     assert type(error) is kind
     assert error.hint
     assert error.fields["source"] == "db:5433/shop"
 
 
 def test_words_that_would_show_a_value_are_not_repeated() -> None:
-    error = explain_text('invalid input syntax for type integer: "4711"', "", "22P02")
+    error = map_error_text('invalid input syntax for type integer: "4711"', "", "22P02")
     assert "4711" not in str(error)

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.capture.postgres import values
-from tailrace.capture.postgres.copy_binary import CTID, KINDS, PRINTED, BinaryRows, kind_of
-from tailrace.capture.postgres.invalid_text import Text
+from tailrace.capture.postgres.copy_binary import CTID, KINDS, PRINTED, BinaryRows, binary_kind
+from tailrace.capture.postgres.invalid_text import TextHandling
 from tailrace.capture.postgres.types import arrow_type
 from tailrace.capture.postgres.values import NULL, Cells
 from tailrace.errors import SourceError, ValueUnfit
@@ -35,10 +35,10 @@ BEHIND = b"\0\2\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"
 
 
 def read(
-    schema: TableSchema, types: list[tuple[int, int]], *pieces: bytes, text: Text = Text.SOUND
+    schema: TableSchema, types: list[tuple[int, int]], *pieces: bytes, text: TextHandling = TextHandling.SOUND
 ) -> list[pa.RecordBatch]:
     """The batches of a copy in pieces, each in a buffer with room behind it."""
-    kinds = [kind_of(*of, column.type) for of, column in zip(types, schema.columns, strict=True)]
+    kinds = [binary_kind(*of, column.type) for of, column in zip(types, schema.columns, strict=True)]
     laid = [(np.frombuffer(piece + BEHIND, np.uint8).copy(), len(piece)) for piece in pieces]
     batches = list(BinaryRows(schema, kinds, text).batches(laid))
     for batch in batches:
@@ -65,7 +65,7 @@ def printed(number: int, modifier: int, *texts: str | None) -> pa.Array:
     size = np.array([NULL if one is None else len(one) for one in raw], np.int64)
     at = np.cumsum(np.maximum(size, 0)) - np.maximum(size, 0)
     b = np.frombuffer(b"".join(one or b"" for one in raw), np.uint8).copy()
-    found = values.typed(Cells(b, at, size), arrow_type(number, modifier))
+    found = values.convert_cells(Cells(b, at, size), arrow_type(number, modifier))
     assert not found.unfit.size
     return found.column
 
@@ -134,7 +134,7 @@ SENT: list[tuple[int, int, list[tuple[bytes, str]]]] = [
 
 @pytest.mark.parametrize(("number", "modifier", "cases"), SENT, ids=lambda one: one if isinstance(one, int) else "")
 def test_a_value_is_what_its_text_says(number: int, modifier: int, cases: list[tuple[bytes, str]]) -> None:
-    assert kind_of(number, modifier, arrow_type(number, modifier)) != PRINTED
+    assert binary_kind(number, modifier, arrow_type(number, modifier)) != PRINTED
     found = column_of(number, modifier, *(sent for sent, _ in cases))
     wanted = printed(number, modifier, *(one for _, text in cases for one in (text, None)))
     assert bits(found) == bits(wanted)
@@ -278,15 +278,15 @@ def test_a_value_that_no_server_sends_is_refused(number: int, modifier: int, sen
 def test_a_type_without_a_kernel_comes_as_its_text() -> None:
     schema = table_schema({"a": pa.list_(pa.int32()), "b": pa.string(), "c": pa.string()}, key=("b",))
     types = [(INT4_ARRAY, -1), (CHAR, -1), (NUMERIC, -1)]
-    assert [kind_of(*of, column.type) for of, column in zip(types, schema.columns, strict=True)] == [PRINTED] * 3
+    assert [binary_kind(*of, column.type) for of, column in zip(types, schema.columns, strict=True)] == [PRINTED] * 3
     (batch,) = read(schema, types, copied(row(b"{1,NULL}", b"\\377", b"NaN"), row(None, None, None)))
     assert batch.to_pylist() == [{"a": [1, None], "b": "\\377", "c": "NaN"}, {"a": None, "b": None, "c": None}]
 
 
 def test_a_type_that_is_not_the_one_that_was_described_comes_as_its_text() -> None:
-    assert kind_of(INT8, -1, pa.int32()) == PRINTED
-    assert kind_of(NUMERIC, pgoutput.numeric(10, 2), pa.decimal128(10, 3)) == PRINTED
-    assert kind_of(TIMESTAMP, -1, pa.timestamp("us", "UTC")) == PRINTED
+    assert binary_kind(INT8, -1, pa.int32()) == PRINTED
+    assert binary_kind(NUMERIC, pgoutput.numeric(10, 2), pa.decimal128(10, 3)) == PRINTED
+    assert binary_kind(TIMESTAMP, -1, pa.timestamp("us", "UTC")) == PRINTED
 
 
 @pytest.mark.parametrize("number", [TEXT, CHAR])
@@ -294,8 +294,8 @@ def test_bytes_that_are_no_text_are_refused_or_replaced(number: int) -> None:
     schema = table_schema({"a": pa.string()}, key=("a",))
     sent = copied(row(b"good"), row(b"caf\xe9"), row(None))
     with pytest.raises(ValueUnfit, match="does not fit"):
-        read(schema, [(number, -1)], sent, text=Text.REFUSED)
-    (batch,) = read(schema, [(number, -1)], sent, text=Text.REPLACED)
+        read(schema, [(number, -1)], sent, text=TextHandling.REFUSED)
+    (batch,) = read(schema, [(number, -1)], sent, text=TextHandling.REPLACED)
     assert batch.column(0).to_pylist() == ["good", "caf�", None]
 
 

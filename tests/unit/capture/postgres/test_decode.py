@@ -18,7 +18,7 @@ from tailrace.errors import ProtocolViolation
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import Lsn
-from tailrace.runtime.output_batch import cut, following, joined
+from tailrace.runtime.output_batch import join_windows, number_in_sequence, split_at_row
 from tests.support.guarded import run_guarded
 from tests.support.pgoutput import (
     INT4,
@@ -237,10 +237,10 @@ def test_a_window_bears_the_newest_time_of_its_transactions_also_where_the_serve
     )
     assert window.last_committed_at == at + 50
     later = decode([*transaction(ITEMS.relation(), ITEMS.insert(4, None, None), end=0x400, xid=10, at=at + 7)])
-    whole = joined(following([window, later], 0))
+    whole = join_windows(number_in_sequence([window, later], 0))
     assert whole.last_committed_at == at + 50
-    assert [part.last_committed_at for part in cut(whole, 1) if part is not None] == [at, at + 50]
-    assert [part.last_committed_at for part in cut(whole, 2) if part is not None] == [at + 50, at + 7]
+    assert [part.last_committed_at for part in split_at_row(whole, 1) if part is not None] == [at, at + 50]
+    assert [part.last_committed_at for part in split_at_row(whole, 2) if part is not None] == [at + 50, at + 7]
 
 
 def test_a_transaction_that_ends_at_or_before_the_position_is_dropped_whole() -> None:
@@ -254,7 +254,7 @@ def test_a_transaction_that_ends_at_or_before_the_position_is_dropped_whole() ->
         assert [row["id"] for row in rows(window)] == kept
         assert [row["_seq"] for row in rows(window)] == list(range(len(kept)))
         assert window.start == Lsn(after)
-    assert decode(messages, after=Lsn(0x300)).empty
+    assert decode(messages, after=Lsn(0x300)).is_empty
     assert decode(messages, after=Lsn(0x300)).last_committed_at is None
 
 
@@ -269,7 +269,7 @@ def test_positions_beyond_63_bits_are_compared_as_what_they_are() -> None:
 def test_a_dropped_transaction_still_teaches_the_shape_of_a_table() -> None:
     decoder = Decoder(describe)
     first = transaction(ITEMS.relation(), ITEMS.insert(1, None, None), end=0x100)
-    assert decode(first, after=Lsn(0x100), decoder=decoder).empty
+    assert decode(first, after=Lsn(0x100), decoder=decoder).is_empty
     later = transaction(ITEMS.insert(2, None, None), end=0x200)
     assert decode(later, after=Lsn(0x100), decoder=decoder).rows == 1
 
@@ -519,4 +519,4 @@ def test_bent_streams_give_rows_or_a_refusal_and_read_nothing_outside() -> None:
 
 def test_a_window_without_messages_is_empty() -> None:
     window = Decoder(describe).decode(np.empty(0, np.uint8), np.zeros(1, np.int64), 0, Lsn(5), Lsn(9))
-    assert (window.empty, window.rows, window.start, window.end) == (True, 0, Lsn(5), Lsn(9))
+    assert (window.is_empty, window.rows, window.start, window.end) == (True, 0, Lsn(5), Lsn(9))

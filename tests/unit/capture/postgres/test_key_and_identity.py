@@ -7,14 +7,14 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from tailrace.capture.postgres.catalogue import Now, Told, key_and_identity
+from tailrace.capture.postgres.catalogue import AnnouncedTable, CurrentIdentity, key_and_identity
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
 TABLE = TableId("public", "items")
-TOLD = Told(table=TABLE, oid=7, replica="d", columns=[("id", 23, -1), ("a", 23, -1)], flagged=("id",))
+TOLD = AnnouncedTable(table=TABLE, oid=7, replica="d", columns=[("id", 23, -1), ("a", 23, -1)], flagged=("id",))
 FULL = replace(TOLD, replica="f", flagged=())
-NOW = Now(kind="r", usable=True, key_is_sent=True, primary=("id",), replica=())
-GONE = Now(kind=None, usable=True, key_is_sent=True, primary=(), replica=())
+NOW = CurrentIdentity(kind="r", usable=True, key_is_sent=True, primary=("id",), replica=())
+GONE = CurrentIdentity(kind=None, usable=True, key_is_sent=True, primary=(), replica=())
 
 
 def known(*names: str, key: tuple[str, ...] = ("id",), identity: Identity = Identity.KEY) -> TableSchema:

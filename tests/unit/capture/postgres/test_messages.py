@@ -66,12 +66,12 @@ def test_messages_and_transactions_keep_the_order_of_the_wire() -> None:
 def test_a_message_that_was_taken_does_not_come_again() -> None:
     sent = [message("app", b"x", lsn=0x300, outside_at=EPOCH_2000)]
     assert said(decode(sent, after=Lsn(0x2FF))) == [("app", b"x", False)]
-    assert decode(sent, after=Lsn(0x300)).empty
+    assert decode(sent, after=Lsn(0x300)).is_empty
 
 
 def test_a_message_of_a_transaction_that_is_over_does_not_come_again() -> None:
     sent = transaction(message("app", b"x"), end=0x200)
-    assert decode(sent, after=Lsn(0x200)).empty
+    assert decode(sent, after=Lsn(0x200)).is_empty
 
 
 def test_a_message_nobody_wants_leaves_no_row_and_no_number() -> None:

@@ -165,7 +165,7 @@ def test_an_end_without_rows_still_finishes_its_transaction() -> None:
     windows = decode_in_parts(LARGE, [len(LARGE) - 1])
     last = windows[-1]
     assert (last.rows, last.batches, last.transactions, last.continued_end) == (0, (), 1, Lsn(0x500))
-    assert not last.empty
+    assert not last.is_empty
 
 
 def test_a_part_without_rows_is_no_window_and_is_not_continued() -> None:
@@ -195,7 +195,7 @@ def test_a_large_transaction_that_is_over_is_dropped_whole(cuts: list[int]) -> N
     assert (ids(window), window.transactions, window.continues) == ([8], 1, False)
     assert [row[change.TX_INDEX] for row in rows(window)] == [0]
     (nothing,) = decode_in_parts(LARGE, cuts, after=Lsn(0x500), end=Lsn(0x500))
-    assert nothing.empty
+    assert nothing.is_empty
 
 
 def test_positions_beyond_63_bits_are_compared_as_what_they_are() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.capture.postgres import values
-from tailrace.capture.postgres.values import ABSENT, NULL, Cells, Typed
+from tailrace.capture.postgres.values import ABSENT, NULL, Cells, ConvertedColumn
 from tests.support.guarded import run_guarded
 
 Text = str | bytes | int | None
@@ -29,7 +29,7 @@ KINDS = [
 """Every kernel, at least once."""
 
 
-def column(kind: pa.DataType, *texts: Text) -> Typed:
+def column(kind: pa.DataType, *texts: Text) -> ConvertedColumn:
     """The texts as a column. They are read twice, with other bytes around each: those must not matter."""
     results = []
     for around in (b"9", b"-", b'}"'):
@@ -41,7 +41,7 @@ def column(kind: pa.DataType, *texts: Text) -> Typed:
             size.append(len(cell) if given_size is None else given_size)
             parts += [cell, around]
         buffer = np.frombuffer(b"".join(parts), np.uint8).copy()
-        results.append(values.typed(Cells(buffer, np.array(at, np.int64), np.array(size, np.int64)), kind))
+        results.append(values.convert_cells(Cells(buffer, np.array(at, np.int64), np.array(size, np.int64)), kind))
     for other in results[1:]:
         assert other.unfit.tolist() == results[0].unfit.tolist()
         assert equal(other.column, results[0].column)

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.changelog.read.commit_lookup import Commits, Numbers
-from tailrace.changelog.read.merged_schema import conform
+from tailrace.changelog.read.commit_lookup import CommitLookup, Int64Array
+from tailrace.changelog.read.merged_schema import conform_to_schema
 from tailrace.errors import SourceNotReady, TailraceError, Unsupported, ValueUnfit
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
@@ -51,7 +51,7 @@ def refuse_partial(schema: TableSchema) -> None:
         )
 
 
-def partial(schema: TableSchema, commit: int) -> SourceNotReady | None:
+def partial_rows_error(schema: TableSchema, commit: int) -> SourceNotReady | None:
     """Why rows of a version, which come up to a commit, cannot be told; None if they can."""
     if schema.identity is Identity.FULL:
         return None
@@ -63,25 +63,27 @@ def partial(schema: TableSchema, commit: int) -> SourceNotReady | None:
     )
 
 
-def feed_rows(batches: Iterable[ChangeBatch], shape: TableSchema, commits: Commits) -> Iterator[dict[str, pa.Array]]:
+def feed_rows(
+    batches: Iterable[ChangeBatch], shape: TableSchema, commits: CommitLookup
+) -> Iterator[dict[str, pa.Array]]:
     """The feed of whole commits, by column. Rows of one commit are held together, and no more than that."""
     held: list[pa.RecordBatch] = []
     for batch in batches:
-        block, places = commits.places_of(batch.data.column(change.SEQ).to_numpy())
+        block, places = commits.locate(batch.data.column(change.SEQ).to_numpy())
         numbers = block.commit[places]
-        if (found := untold(batch, numbers)) is not None:
+        if (found := find_unsupported(batch, numbers)) is not None:
             raise found[1]
         rows = _keyed(batch, shape).append_column(change.COMMIT, pa.array(numbers))
         held.append(rows.append_column(_WRITTEN, pa.array(block.written_at[places])))
         whole = int(np.searchsorted(numbers, numbers[-1]))  # its last commit may go on in the next
         if whole or int(numbers[-1]) != held[0].column(change.COMMIT)[0].as_py():
-            yield _told(pa.Table.from_batches([*held[:-1], held[-1].slice(0, whole)]), shape)
+            yield _feed_columns(pa.Table.from_batches([*held[:-1], held[-1].slice(0, whole)]), shape)
             held = [held[-1].slice(whole)]
     if held:
-        yield _told(pa.Table.from_batches(held), shape)
+        yield _feed_columns(pa.Table.from_batches(held), shape)
 
 
-def untold(batch: ChangeBatch, numbers: Numbers) -> tuple[int, TailraceError] | None:
+def find_unsupported(batch: ChangeBatch, numbers: Int64Array) -> tuple[int, TailraceError] | None:
     """The first commit that cannot be told, of those that these rows are in, and why; None if all can."""
     table, found = batch.schema.table, list[tuple[int, TailraceError]]()
     if batch.truncates:
@@ -105,7 +107,7 @@ def untold(batch: ChangeBatch, numbers: Numbers) -> tuple[int, TailraceError] | 
                 ),
             )
         )
-    if (lacking := partial(batch.schema, int(numbers[-1]))) is not None:
+    if (lacking := partial_rows_error(batch.schema, int(numbers[-1]))) is not None:
         found.append((int(numbers[0]), lacking))
     return min(found, key=lambda item: item[0], default=None)
 
@@ -113,7 +115,7 @@ def untold(batch: ChangeBatch, numbers: Numbers) -> tuple[int, TailraceError] | 
 def _keyed(batch: ChangeBatch, shape: TableSchema) -> pa.RecordBatch:
     """The rows in the view's shape, with the key that each was known by when it was written: that may not be the
     view's own."""
-    rows = conform(batch, shape).completed()
+    rows = conform_to_schema(batch, shape).with_all_columns()
     alone = rows.column(change.SEQ) if not batch.schema.key else pa.nulls(len(batch), pa.int64())
     keys = [rows.column(change.stored_name(name)) for name in (*shape.key, *shape.former_key)]
     mine = [name in batch.schema.key for name in (*shape.key, *shape.former_key)]
@@ -123,7 +125,7 @@ def _keyed(batch: ChangeBatch, shape: TableSchema) -> pa.RecordBatch:
     return rows
 
 
-def _told(rows: pa.Table, shape: TableSchema) -> dict[str, pa.Array]:
+def _feed_columns(rows: pa.Table, shape: TableSchema) -> dict[str, pa.Array]:
     """The feed of these rows, which are whole commits."""
     rows = rows.combine_chunks()
     first, last = _ends(rows, shape)
@@ -147,7 +149,7 @@ def _told(rows: pa.Table, shape: TableSchema) -> dict[str, pa.Array]:
     }
 
 
-def _ends(rows: pa.Table, shape: TableSchema) -> tuple[Numbers, Numbers]:
+def _ends(rows: pa.Table, shape: TableSchema) -> tuple[Int64Array, Int64Array]:
     """Where each key's first and last change of a commit stands."""
     names = [_KEY.format(place) for place in range(len(shape.key) + len(shape.former_key))]
     by = [change.COMMIT, _ALONE, *names]

@@ -16,9 +16,9 @@ import logging
 from collections.abc import Iterator
 from datetime import datetime
 
-from tailrace.changelog.format.coverage import Coming, Kind
+from tailrace.changelog.format.coverage import CaptureStart, CaptureStartKind
 from tailrace.changelog.read.index import LogIndex
-from tailrace.changelog.read.offsets import EARLIEST, LATEST, Place, Point
+from tailrace.changelog.read.offsets import EARLIEST, LATEST, LogOffset, OffsetOption
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, LogGap
 from tailrace.model.position import Lsn
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 ANEW_HINT = "Read the table as a whole, then begin with a new checkpoint and `startingPosition` {commit}."
 
 
-class Comings:
+class CoverageCheck:
     """What came into the publication after the log had begun, of the tables that one reader asks for."""
 
     def __init__(self, options: LogOptions, log: ChangeLog, index: LogIndex) -> None:
@@ -37,10 +37,10 @@ class Comings:
         self._log = log
         self._index = index
         self._seen = -1
-        self._found: list[Coming] = []
-        self._told: set[Coming] = set()
+        self._found: list[CaptureStart] = []
+        self._warned: set[CaptureStart] = set()
 
-    def look(self, to: int, tables: frozenset[int]) -> None:
+    def refresh(self, to: int, tables: frozenset[int]) -> None:
         """Take in what has to do with commits up to this one. It is on record before the publication has it, so what
         comes later has to do with later commits."""
         if to <= self._seen:
@@ -48,13 +48,13 @@ class Comings:
         relations = {self._log.schemas.latest_of(number).schema.relation for number in tables}
         self._found = [
             coming
-            for coming in self._log.published().comings
-            if coming.commit and coming.kind is not Kind.MOVED
-            if self._options.takes(coming.table) or coming.relation in relations
+            for coming in self._log.coverage().starts
+            if coming.commit and coming.kind is not CaptureStartKind.MOVED
+            if self._options.matches(coming.table) or coming.relation in relations
         ]
         self._seen = to
 
-    def refuse(self, point: Point, place: Place) -> None:
+    def refuse_start(self, point: OffsetOption, place: LogOffset) -> None:
         """Refuse a start from before a table was there, or whole, whoever asked for that very start."""
         if point in (EARLIEST, LATEST):
             return
@@ -66,10 +66,10 @@ class Comings:
             if self._is_break(coming, commit):
                 if place.commit >= commit - 1:  # else everything before it is delivered first
                     raise _missing(coming, commit)
-            elif self._options.names(coming.table):
+            elif self._options.names_explicitly(coming.table):
                 raise _too_early(coming, point)
 
-    def gap(self, after: Place, to: int) -> tuple[int, LogGap] | None:
+    def first_gap(self, after: LogOffset, to: int) -> tuple[int, LogGap] | None:
         """The first commit that changes are missing before, of all after a place and up to a commit, and the error."""
         found = [(commit, coming) for commit, coming in self._between(after, to) if self._is_break(coming, commit)]
         if not found:
@@ -77,11 +77,11 @@ class Comings:
         commit, coming = min(found, key=lambda item: item[0])
         return commit, _missing(coming, commit)
 
-    def tell(self, after: Place, to: int) -> None:
+    def warn_of_late_starts(self, after: LogOffset, to: int) -> None:
         """Warn of tables whose beginning is missing, of each once."""
         for commit, coming in self._between(after, to):
-            if coming not in self._told and not self._is_break(coming, commit):
-                self._told.add(coming)
+            if coming not in self._warned and not self._is_break(coming, commit):
+                self._warned.add(coming)
                 log.warning(
                     "the log has table %s from %s on: what was written to it before is to be had by reading the table "
                     "as a whole",
@@ -90,26 +90,28 @@ class Comings:
                     extra={"table": str(coming.table), "complete_from": str(coming.complete_from)},
                 )
 
-    def _between(self, after: Place, to: int) -> Iterator[tuple[int, Coming]]:
+    def _between(self, after: LogOffset, to: int) -> Iterator[tuple[int, CaptureStart]]:
         for coming in self._found:
             commit = self._commit_of(coming)
-            if commit <= to and after < Place(commit - 1, 1):
+            if commit <= to and after < LogOffset(commit - 1, 1):
                 yield commit, coming
 
-    def _commit_of(self, coming: Coming) -> int:
+    def _commit_of(self, coming: CaptureStart) -> int:
         """The first commit that may have something from after the table came in."""
-        if coming.since < self._log.trimmed().position:
+        if coming.announced_at < self._log.trimmed().position:
             return coming.commit + 1
-        return self._index.commit_at(coming.since) + 1
+        return self._index.commit_at(coming.announced_at) + 1
 
-    def _is_break(self, coming: Coming, commit: int) -> bool:
+    def _is_break(self, coming: CaptureStart, commit: int) -> bool:
         """Whether something is missing in the middle; a reader who had nothing yet only lacks the beginning."""
-        known = coming.kind is Kind.AGAIN or (coming.kind is Kind.ANOTHER and self._options.names(coming.table))
+        known = coming.kind is CaptureStartKind.AGAIN or (
+            coming.kind is CaptureStartKind.ANOTHER and self._options.names_explicitly(coming.table)
+        )
         return known and self._index.next_seq(commit - 1) > 1
 
 
-def _missing(coming: Coming, commit: int) -> LogGap:
-    why = "was not captured for a while" if coming.kind is Kind.AGAIN else "was made anew"
+def _missing(coming: CaptureStart, commit: int) -> LogGap:
+    why = "was not captured for a while" if coming.kind is CaptureStartKind.AGAIN else "was made anew"
     return LogGap(
         f"the table {why}, and what was written to it before it was captured again is not in the log",
         table=coming.table,
@@ -119,7 +121,7 @@ def _missing(coming: Coming, commit: int) -> LogGap:
     )
 
 
-def _too_early(coming: Coming, point: Point) -> ConfigError:
+def _too_early(coming: CaptureStart, point: OffsetOption) -> ConfigError:
     return ConfigError(
         "the log has the table only from later on",
         table=coming.table,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.changelog.read.commit_lookup import Numbers
+from tailrace.changelog.read.commit_lookup import Int64Array
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.spark.datasource.log.typed_rows import ROW, row_values
@@ -18,7 +18,7 @@ SCHEMA, TABLE = "_schema", "_table"
 
 def envelope_fields() -> pa.Schema:
     """The columns of the DataFrame, whatever the tables look like."""
-    always = [pa.field(field.name, field.type) for field in change.ALWAYS]
+    always = [pa.field(field.name, field.type) for field in change.REQUIRED]
     always.insert(2, pa.field(change.COMMIT, pa.int64()))
     return pa.schema(
         [
@@ -34,10 +34,10 @@ def envelope_fields() -> pa.Schema:
     )
 
 
-def envelope_rows(batch: ChangeBatch, commits: Numbers) -> dict[str, pa.Array]:
+def envelope_rows(batch: ChangeBatch, commits: Int64Array) -> dict[str, pa.Array]:
     """The rows of a batch, by column; columns that are left out are null throughout."""
     data, rows, table = batch.data, len(batch), batch.schema.table
-    plain = {*(field.name for field in change.ALWAYS), change.UNCHANGED, change.UNFIT}
+    plain = {*(field.name for field in change.REQUIRED), change.UNCHANGED, change.UNFIT}
     structs = {change.BEFORE: batch.schema.names, change.MOVED_FROM: batch.schema.key}
     return {
         **{name: data.column(name) for name in data.schema.names if name in plain},

@@ -14,21 +14,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tailrace.changelog.read.consumers import consumer_path
-from tailrace.changelog.read.offsets import EARLIEST, END, EXAMPLES, LATEST, START, Point, parse_point
+from tailrace.changelog.read.offsets import (
+    EARLIEST,
+    END_OPTION,
+    LATEST,
+    OFFSET_EXAMPLES,
+    START_OPTION,
+    OffsetOption,
+    parse_offset_option,
+)
 from tailrace.errors import ConfigError
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.schema import TableId
 from tailrace.spark.datasource.option_values import (
     LOG_OPTIONS,
-    choice,
-    count,
-    named,
-    refused,
-    size,
-    source_url,
-    table_name,
+    canonical_options,
+    option_error,
+    parse_choice,
+    parse_count,
+    parse_size,
+    parse_source_url,
+    parse_table_name,
 )
-from tailrace.spark.datasource.table_patterns import TablePattern, table_patterns
+from tailrace.spark.datasource.table_patterns import TablePattern, parse_table_patterns
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 from tailrace.storage.objects import ENDPOINT, STORES_HINT, ObjectPath
@@ -48,10 +56,10 @@ _ENDPOINT_HINT = (
 )
 _OF_BOTH = ("url", "table", "maxPartitions")
 _OF_STREAMS = ("url", "maxRowsPerTrigger", "maxBytesPerTrigger", "consumer", "onSchemaChange")
-_OF_READS = (END,)
+_OF_READS = (END_OPTION,)
 
 
-class Shape(enum.Enum):
+class RowFormat(enum.Enum):
     """What the rows of a DataFrame look like."""
 
     TYPED = "typed"
@@ -73,9 +81,9 @@ class LogOptions:
     table: TableId | None = None
     tables: tuple[TablePattern, ...] = ()
     """Where there is no one table."""
-    shape: Shape = Shape.TYPED
-    start: Point = EARLIEST
-    end: Point = LATEST
+    row_format: RowFormat = RowFormat.TYPED
+    start: OffsetOption = EARLIEST
+    end: OffsetOption = LATEST
     rows_max: int | None = None
     bytes_max: int | None = None
     with_envelope: bool = False
@@ -87,11 +95,11 @@ class LogOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> LogOptions:
-        found = named(given, LOG_OPTIONS)
+        found = canonical_options(given, LOG_OPTIONS)
         log = _log(found)
         store = {"endpoint": _endpoint(found, log), "region": _region(found, log)}
-        table = table_name("table", found["table"]) if "table" in found else None
-        tables = table_patterns("tables", found["tables"]) if "tables" in found else ()
+        table = parse_table_name("table", found["table"]) if "table" in found else None
+        tables = parse_table_patterns("tables", found["tables"]) if "tables" in found else ()
         if (table is None) == (not tables):
             raise ConfigError(
                 "the options `table` and `tables` are both given"
@@ -104,31 +112,31 @@ class LogOptions:
         if consumer is not None:
             _refuse_no_name(log, consumer)
         if "url" in found and log.startswith("memory://"):
-            raise refused(
+            raise option_error(
                 "url", "needs a log that other processes see: the capture is one", "Give `log` a folder, or `s3://…`."
             )
         return cls(
             log=log,
             **store,
-            url=source_url(found["url"]) if "url" in found else None,
+            url=parse_source_url(found["url"]) if "url" in found else None,
             table=table,
             tables=tables,
-            shape=_shape(found, one=table is not None),
-            start=_point(START, found.get(START, EARLIEST)),
-            end=_point(END, found.get(END, LATEST)),
-            rows_max=_limit(count, "maxRowsPerTrigger", found),
-            bytes_max=_limit(size, "maxBytesPerTrigger", found),
+            row_format=_row_format(found, one=table is not None),
+            start=_point(START_OPTION, found.get(START_OPTION, EARLIEST)),
+            end=_point(END_OPTION, found.get(END_OPTION, LATEST)),
+            rows_max=_limit(parse_count, "maxRowsPerTrigger", found),
+            bytes_max=_limit(parse_size, "maxBytesPerTrigger", found),
             with_envelope=_with_envelope(found),
             consumer=consumer,
-            rows_per_partition=count("rowsPerPartition", found.get("rowsPerPartition", str(ROWS_PER_PARTITION))),
-            partitions_max=count("maxPartitions", found.get("maxPartitions", str(PARTITIONS_MAX))),
+            rows_per_partition=parse_count("rowsPerPartition", found.get("rowsPerPartition", str(ROWS_PER_PARTITION))),
+            partitions_max=parse_count("maxPartitions", found.get("maxPartitions", str(PARTITIONS_MAX))),
             given=frozenset(found),
         )
 
     @property
-    def place(self) -> LogPath:
+    def log_path(self) -> LogPath:
         """The log, for whoever opens it, in whichever process."""
-        return files.place(self.log, endpoint=self.endpoint, region=self.region)
+        return files.parse_log_path(self.log, endpoint=self.endpoint, region=self.region)
 
     def refuse_for_read(self) -> None:
         """Refuse what `spark.read` does not take."""
@@ -141,24 +149,24 @@ class LogOptions:
     def _refuse(self, names: tuple[str, ...], why: str, hint: str) -> None:
         for name in names:
             if name in self.given:
-                raise refused(name, why, hint)
+                raise option_error(name, why, hint)
 
-    def names(self, table: TableId) -> bool:
+    def names_explicitly(self, table: TableId) -> bool:
         """Whether a table that is asked for is so by its name, and not by a pattern alone."""
         return self.table is not None or any(pattern.table == table for pattern in self.tables)
 
-    def takes(self, table: TableId) -> bool:
+    def matches(self, table: TableId) -> bool:
         """Whether a table of this name is asked for."""
         if self.table is not None:
             return table == self.table
-        return any(pattern.takes(table) for pattern in self.tables)
+        return any(pattern.matches(table) for pattern in self.tables)
 
-    def takes_rows(self, batch: ChangeBatch) -> bool:
+    def matches_rows(self, batch: ChangeBatch) -> bool:
         """Whether rows were written under a name that is asked for: their table may have had others."""
-        return self.takes(batch.schema.table)
+        return self.matches(batch.schema.table)
 
 
-def is_of_log(given: Mapping[str, str]) -> bool:
+def is_log_read(given: Mapping[str, str]) -> bool:
     """Whether a change log is meant, and not a table of a database as it is."""
     return any(name in given for name in LOG_OPTIONS if name not in _OF_BOTH)
 
@@ -167,7 +175,7 @@ def _refuse_no_name(log: str, consumer: str) -> None:
     try:
         consumer_path(Path(log), consumer)
     except ConfigError as error:
-        raise refused("consumer", f"cannot be used: {error.message}", error.hint) from None
+        raise option_error("consumer", f"cannot be used: {error.message}", error.hint) from None
 
 
 def _limit(value: Callable[[str, str], int], name: str, found: Mapping[str, str]) -> int | None:
@@ -178,15 +186,15 @@ def _log(found: Mapping[str, str]) -> str:
     """Where the log is: as `log` says or, which is the same, `load(…)`; else beside the query's checkpoint."""
     given = {name: found.get(name, "").strip() for name in ("log", "path", "checkpointLocation")}
     if given["log"] and given["path"] and _place(given["log"]) != _place(given["path"]):
-        raise refused("log", "names another log than `load(…)` does", "Give one of them.")
+        raise option_error("log", "names another log than `load(…)` does", "Give one of them.")
     if not (given["log"] or given["path"] or given["checkpointLocation"]):
-        raise refused("log", "is missing", _without_log(found))
+        raise option_error("log", "is missing", _without_log(found))
     if given["log"] or given["path"]:
         return _place(given["log"] or given["path"])
     try:
         return _place(f"{given['checkpointLocation'].rstrip('/')}/{LOG_OF_CHECKPOINT}")
     except ConfigError:
-        raise refused(
+        raise option_error(
             "checkpointLocation",
             "is where no log can lie",
             f"Give `log` a place of its own; the query's checkpoint may stay there. {STORES_HINT}",
@@ -213,40 +221,40 @@ def _place(text: str) -> str:
 def _endpoint(found: Mapping[str, str], log: str) -> str | None:
     text = _of_store("logEndpoint", found, log)
     if text is not None and not ENDPOINT.fullmatch(text):
-        raise refused("logEndpoint", "is not the address of an S3 server alone", _ENDPOINT_HINT)
+        raise option_error("logEndpoint", "is not the address of an S3 server alone", _ENDPOINT_HINT)
     return text
 
 
 def _region(found: Mapping[str, str], log: str) -> str | None:
     text = _of_store("logRegion", found, log)
     if text is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text):
-        raise refused("logRegion", "is not the name of a region", "For example: eu-central-1")
+        raise option_error("logRegion", "is not the name of a region", "For example: eu-central-1")
     return text
 
 
 def _of_store(name: str, found: Mapping[str, str], log: str) -> str | None:
     if name in found and "://" not in log:
-        raise refused(name, "is for a log in an object store, and this one is a folder", "Leave it out.")
+        raise option_error(name, "is for a log in an object store, and this one is a folder", "Leave it out.")
     return found[name].strip() if name in found else None
 
 
-def _point(name: str, text: str) -> Point:
-    found = parse_point(text)
+def _point(name: str, text: str) -> OffsetOption:
+    found = parse_offset_option(text)
     if found is None:
-        raise refused(name, "is no place in a log", EXAMPLES)
+        raise option_error(name, "is no place in a log", OFFSET_EXAMPLES)
     return found
 
 
-def _shape(found: Mapping[str, str], *, one: bool) -> Shape:
-    default = Shape.TYPED if one else Shape.ENVELOPE
-    shape = Shape(choice("shape", found.get("shape", default.value), [shape.value for shape in Shape]))
-    if not one and shape is not Shape.ENVELOPE:
-        raise refused("shape", "is not one for many tables", "Name one with `table`, or leave `shape` out.")
+def _row_format(found: Mapping[str, str], *, one: bool) -> RowFormat:
+    default = RowFormat.TYPED if one else RowFormat.ENVELOPE
+    shape = RowFormat(parse_choice("shape", found.get("shape", default.value), [shape.value for shape in RowFormat]))
+    if not one and shape is not RowFormat.ENVELOPE:
+        raise option_error("shape", "is not one for many tables", "Name one with `table`, or leave `shape` out.")
     return shape
 
 
 def _with_envelope(found: Mapping[str, str]) -> bool:
-    wanted = choice("onSchemaChange", found.get("onSchemaChange", "stop"), ["stop", "envelope"]) == "envelope"
-    if wanted and _shape(found, one="table" in found) is not Shape.TYPED:
-        raise refused("onSchemaChange", "is for typed columns", "An envelope takes any; the change feed cannot.")
+    wanted = parse_choice("onSchemaChange", found.get("onSchemaChange", "stop"), ["stop", "envelope"]) == "envelope"
+    if wanted and _row_format(found, one="table" in found) is not RowFormat.TYPED:
+        raise option_error("onSchemaChange", "is for typed columns", "An envelope takes any; the change feed cannot.")
     return wanted

@@ -12,19 +12,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tailrace.changelog.read.commit_lookup import Commits, Scale
+from tailrace.changelog.read.commit_lookup import CommitLookup, CommitSizer
 from tailrace.changelog.read.index import LogIndex, Slice
-from tailrace.changelog.read.merged_schema import fits
-from tailrace.changelog.read.offsets import Place, starting_place
+from tailrace.changelog.read.merged_schema import fits_schema
+from tailrace.changelog.read.offsets import LogOffset, starting_offset
 from tailrace.changelog.read.reader import SEQ_MAX, ChangeLog
 from tailrace.errors import LogGap, LogTrimmed, SchemaChanged, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn
-from tailrace.spark.datasource.log.change_feed import partial, untold
-from tailrace.spark.datasource.log.coverage_check import ANEW_HINT, Comings
-from tailrace.spark.datasource.log.log_options import Shape
-from tailrace.spark.datasource.log.log_schema import Frame
-from tailrace.spark.datasource.log.table_renames import Renames
+from tailrace.spark.datasource.log.change_feed import find_unsupported, partial_rows_error
+from tailrace.spark.datasource.log.coverage_check import ANEW_HINT, CoverageCheck
+from tailrace.spark.datasource.log.log_options import RowFormat
+from tailrace.spark.datasource.log.log_schema import LogFrame
+from tailrace.spark.datasource.log.table_renames import TableRenames
 
 _ENVELOPE_HINT = " A stream with `onSchemaChange` `envelope` goes on instead."
 
@@ -41,19 +41,19 @@ class LogPart:
     to_seq: int
 
 
-class LogView:
+class LogPlanner:
     """The log, open; grown as it is asked."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: LogFrame) -> None:
         self._frame = frame
         self._options = frame.options
-        self.log = ChangeLog.open(frame.options.place)
+        self.log = ChangeLog.open(frame.options.log_path)
         self._index = LogIndex(self.log)
-        self._scale = Scale(self.log)
-        self._comings = Comings(frame.options, self.log, self._index)
-        self._renames = Renames(frame.options, self.log, self._index)
+        self._scale = CommitSizer(self.log)
+        self._coverage = CoverageCheck(frame.options, self.log, self._index)
+        self._renames = TableRenames(frame.options, self.log, self._index)
         self._fitting: set[tuple[int, int]] = set()
-        self._untold: dict[tuple[int, int], tuple[Place, tuple[int, TailraceError] | None]] = {}
+        self._unsupported: dict[tuple[int, int], tuple[LogOffset, tuple[int, TailraceError] | None]] = {}
         """Of rows that lie together, by table and last row: after which place we looked, and what was found there."""
         self._known: tuple[int, frozenset[int]] = (-1, frozenset())
 
@@ -61,13 +61,13 @@ class LogView:
         """The log's newest commit."""
         return self.log.newest()
 
-    def newest_of_ours(self) -> int:
+    def newest_matching(self) -> int:
         """The newest commit that brings rows of the tables that are asked for, or brought some that are gone; 0 if none
         does."""
         newest = self.newest()
         tables = self.tables(newest)
-        gone = [table.commit for table in self.log.lost(self.log.trimmed(), tables).values()]
-        return max([*gone, *(item.last for item in self._slices(Place(0), newest, tables))], default=0)
+        gone = [table.commit for table in self.log.trimmed_tables(self.log.trimmed(), tables).values()]
+        return max([*gone, *(item.last for item in self._slices(LogOffset(0), newest, tables))], default=0)
 
     def tables(self, upto: int) -> frozenset[int]:
         """The log's numbers of the tables that are asked for and have rows up to a commit, or had."""
@@ -75,29 +75,29 @@ class LogView:
             self._index.grow(upto)
             if self._known[0] < 0:
                 self.log.schemas.load()
-            self._known = upto, self.log.schemas.matching(self._options.takes)
-            self._renames.look(self._known[1])
+            self._known = upto, self.log.schemas.numbers_matching(self._options.matches)
+            self._renames.refresh(self._known[1])
         return self._known[1]
 
-    def begin(self) -> Place:
+    def start_offset(self) -> LogOffset:
         """After this place begins what is asked for."""
         point, newest = self._options.start, self.newest()
         tables = self.tables(newest)
-        place = starting_place(self.log, point, tables)
-        self._comings.look(newest, tables)
-        self._comings.refuse(point, place)
-        return self.firm(place) if isinstance(point, Lsn) else place
+        place = starting_offset(self.log, point, tables)
+        self._coverage.refresh(newest, tables)
+        self._coverage.refuse_start(point, place)
+        return self.with_last_seq(place) if isinstance(point, Lsn) else place
 
-    def firm(self, place: Place) -> Place:
+    def with_last_seq(self, place: LogOffset) -> LogOffset:
         """The same place, by the last row before it: so any two can be compared."""
-        return Place(place.commit, max(place.seq, self._index.next_seq(place.commit) - 1))
+        return LogOffset(place.commit, max(place.seq, self._index.next_seq(place.commit) - 1))
 
-    def step(self, after: Place, to: int, *, limited: bool) -> int:
+    def next_end(self, after: LogOffset, to: int, *, limited: bool) -> int:
         """The commit to go to from a place, `to` at most; where there is nothing to go for, the one we are at."""
         tables = self.tables(to)
         self.refuse_trimmed(after, tables)
         slices = self._slices(after, to, tables)
-        end, error = self._unhindered(after, to, slices)
+        end, error = self._reachable_end(after, to, slices)
         slices = [item for item in slices if item.first <= end]
         if error is not None and (not slices or end == after.commit):
             raise error
@@ -105,15 +105,15 @@ class LogView:
             return after.commit
         end = min(end, slices[-1].last)
         if limited and (self._options.rows_max or self._options.bytes_max):
-            end = self._bounded(after, end, tables)
+            end = self._limited_end(after, end, tables)
         return end
 
-    def parts(self, after: Place, to: int, to_seq: int = SEQ_MAX) -> list[LogPart]:
+    def plan_parts(self, after: LogOffset, to: int, to_seq: int = SEQ_MAX) -> list[LogPart]:
         """What tasks read, each its own, between two places."""
         tables = self.tables(to)
         self.refuse_trimmed(after, tables)
         slices = self._slices(after, to, tables)
-        end, error = self._unhindered(after, to, slices)
+        end, error = self._reachable_end(after, to, slices)
         if error is not None and end < to:
             raise error
         whole = LogPart(
@@ -124,12 +124,12 @@ class LogView:
             after_seq=after.seq,
             to_seq=to_seq,
         )
-        return self._shared_out(whole, slices) if slices else []
+        return self._split(whole, slices) if slices else []
 
-    def refuse_trimmed(self, after: Place, tables: frozenset[int]) -> None:
+    def refuse_trimmed(self, after: LogOffset, tables: frozenset[int]) -> None:
         """Rows that are gone are told of before a task looks for them."""
         gone = self.log.trimmed()
-        for number, table in self.log.lost(gone, tables).items():
+        for number, table in self.log.trimmed_tables(gone, tables).items():
             if after.commit < table.commit and table.last_seq > after.seq:
                 raise LogTrimmed(
                     "the log no longer holds changes that were not read",
@@ -140,83 +140,87 @@ class LogView:
                     + " The option `consumer` gives the stream a name, and the log waits for it.",
                 )
 
-    def _slices(self, after: Place, to: int, tables: frozenset[int]) -> list[Slice]:
+    def _slices(self, after: LogOffset, to: int, tables: frozenset[int]) -> list[Slice]:
         """What of the tables' rows lies together, in order; the last may go on after the commit."""
-        seq = max(after.seq, self._index.next_seq(after.commit) - 1 if after.commit <= self._index.commit else 0)
-        found = [item for table in tables for item in self._index.pending(table, seq, to) if self._renames.takes(item)]
+        seq = max(after.seq, self._index.next_seq(after.commit) - 1 if after.commit <= self._index.last_commit else 0)
+        found = [
+            item for table in tables for item in self._index.pending(table, seq, to) if self._renames.includes(item)
+        ]
         return sorted(found, key=lambda item: (item.last_seq, item.first))
 
-    def _unhindered(self, after: Place, to: int, slices: Sequence[Slice]) -> tuple[int, TailraceError | None]:
+    def _reachable_end(self, after: LogOffset, to: int, slices: Sequence[Slice]) -> tuple[int, TailraceError | None]:
         """How far it is possible to go, and what is in the way after that."""
         end = to
         error: TailraceError | None = None
-        self._comings.look(to, self.tables(to))
-        self._comings.tell(after, to)
-        for missing in (self._comings.gap(after, to), self._renames.gap(after, to)):
+        self._coverage.refresh(to, self.tables(to))
+        self._coverage.warn_of_late_starts(after, to)
+        for missing in (self._coverage.first_gap(after, to), self._renames.first_gap(after, to)):
             if missing is not None and missing[0] <= end:
                 end, error = missing[0] - 1, missing[1]
         for gap in self.log.gaps():
             if after.commit < gap.commit <= end:
                 end, error = gap.commit - 1, _missing(gap.error, gap.commit)
         for item in slices:
-            found = self._hindrance(item, after, slices) if item.first <= end else None
+            found = self._obstacle(item, after, slices) if item.first <= end else None
             if found is not None and found[0] <= end:
                 end, error = found[0] - 1, found[1]
         return max(end, after.commit), error
 
-    def _hindrance(self, item: Slice, after: Place, slices: Sequence[Slice]) -> tuple[int, TailraceError] | None:
+    def _obstacle(self, item: Slice, after: LogOffset, slices: Sequence[Slice]) -> tuple[int, TailraceError] | None:
         """From which commit on rows cannot come in the DataFrame's columns, and why."""
-        if (error := self._unfit(item, slices)) is not None:
+        if (error := self._schema_error(item, slices)) is not None:
             return item.first, error
-        if item.special and self._options.shape is Shape.CHANGELOG:
-            return self._first_untold(item, after)
+        if item.has_special_rows and self._options.row_format is RowFormat.CHANGELOG:
+            return self._first_unsupported(item, after)
         return None
 
-    def _first_untold(self, item: Slice, after: Place) -> tuple[int, TailraceError] | None:
+    def _first_unsupported(self, item: Slice, after: LogOffset) -> tuple[int, TailraceError] | None:
         """The first commit after a place that a change feed cannot tell, and why. Only then are rows looked at, and
         not again with every micro-batch."""
-        looked, known = self._untold.get((item.table, item.last_seq), (None, None))
+        looked, known = self._unsupported.get((item.table, item.last_seq), (None, None))
         if looked is None or looked > after or (known is not None and (after.seq or known[0] <= after.commit)):
-            known = self._look_for_untold(item, after)
-            self._untold[item.table, item.last_seq] = after, known
+            known = self._find_unsupported(item, after)
+            self._unsupported[item.table, item.last_seq] = after, known
         return known
 
-    def _look_for_untold(self, item: Slice, after: Place) -> tuple[int, TailraceError] | None:
+    def _find_unsupported(self, item: Slice, after: LogOffset) -> tuple[int, TailraceError] | None:
         first = max(item.first, after.commit + 1)
-        commits = Commits(self.log, first)
+        commits = CommitLookup(self.log, first)
         rows = self.log.read(first, item.last, tables={item.table}, after_seq=after.seq, to_seq=item.last_seq)
-        for batch in filter(self._options.takes_rows, rows):
-            if (found := untold(batch, commits.of(batch.data.column(change.SEQ).to_numpy()))) is not None:
+        for batch in filter(self._options.matches_rows, rows):
+            if (
+                found := find_unsupported(batch, commits.commits_of(batch.data.column(change.SEQ).to_numpy()))
+            ) is not None:
                 return found
         return None
 
-    def _unfit(self, item: Slice, slices: Sequence[Slice]) -> TailraceError | None:
+    def _schema_error(self, item: Slice, slices: Sequence[Slice]) -> TailraceError | None:
         """Why rows of a shape cannot come; None if they can."""
         which = item.table, item.schema
-        if self._frame.shape is None or which in self._fitting:
+        if self._frame.schema is None or which in self._fitting:
             return None
         version = self.log.schemas.get(*which).schema
-        if not fits(version, self._frame.shape) and not self._options.with_envelope:
+        if not fits_schema(version, self._frame.schema) and not self._options.with_envelope:
             return SchemaChanged(
                 "the table has columns or types now that the DataFrame does not have",
                 table=version.table,
                 commit=item.first,
                 hint="Everything before is delivered. Start the stream again, from `spark.readStream` on and with the "
                 "same checkpoint (a read: make the DataFrame anew): then it has them."
-                + (_ENVELOPE_HINT if self._options.shape is Shape.TYPED else ""),
+                + (_ENVELOPE_HINT if self._options.row_format is RowFormat.TYPED else ""),
             )
-        if self._options.shape is Shape.CHANGELOG:
+        if self._options.row_format is RowFormat.CHANGELOG:
             last = max(other.last for other in slices if (other.table, other.schema) == which)
-            if (found := partial(version, last)) is not None:
+            if (found := partial_rows_error(version, last)) is not None:
                 return found
         self._fitting.add(which)
         return None
 
-    def _bounded(self, after: Place, to: int, tables: frozenset[int]) -> int:
+    def _limited_end(self, after: LogOffset, to: int, tables: frozenset[int]) -> int:
         """The furthest commit that brings no more than the limits say; one with rows at least."""
         rows_max, bytes_max = self._options.rows_max, self._options.bytes_max
         end, rows, size = after.commit, 0, 0.0
-        for weight in self._scale.weigh(tables, after.commit + 1, to):
+        for weight in self._scale.measure(tables, after.commit + 1, to):
             rows, size = rows + weight.rows, size + weight.bytes
             over = (rows_max is not None and rows > rows_max) or (bytes_max is not None and size > bytes_max)
             if over and end > after.commit:
@@ -224,7 +228,7 @@ class LogView:
             end = weight.commit
         return end
 
-    def _shared_out(self, whole: LogPart, slices: Sequence[Slice]) -> list[LogPart]:
+    def _split(self, whole: LogPart, slices: Sequence[Slice]) -> list[LogPart]:
         """The rows in parts of about the same number. A commit is divided only if it is larger than a part, and never
         for a change feed, which folds it."""
         total = sum(item.rows for item in slices)
@@ -237,7 +241,7 @@ class LogView:
         rows, first, after_seq = 0, max(whole.first, min(item.first for item in slices)), whole.after_seq
         for item, following in itertools.pairwise(slices):
             rows += item.rows
-            divisible = self._options.shape is not Shape.CHANGELOG and sizes[item.last] > share
+            divisible = self._options.row_format is not RowFormat.CHANGELOG and sizes[item.last] > share
             if rows >= share and (following.first > item.last or divisible):
                 last = min(whole.last, item.last)
                 parts.append(replace(whole, first=first, last=last, after_seq=after_seq, to_seq=item.last_seq))

@@ -12,62 +12,62 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from tailrace.changelog.format.known_tables import expected, expected_of
-from tailrace.changelog.read.merged_schema import merged_shape
+from tailrace.changelog.format.known_tables import known_table, known_tables
+from tailrace.changelog.read.merged_schema import merged_schema
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, LogUnreachable, LogUnusable, SourceTableMissing, Unsupported
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.datasource.log.change_feed import feed_fields, refuse_partial
 from tailrace.spark.datasource.log.envelope_rows import envelope_fields
-from tailrace.spark.datasource.log.log_options import LogOptions, Shape
+from tailrace.spark.datasource.log.log_options import LogOptions, RowFormat
 from tailrace.spark.datasource.log.typed_rows import typed_fields
-from tailrace.spark.datasource.table_patterns import written
+from tailrace.spark.datasource.table_patterns import format_table_name
 from tailrace.storage.files import LogPath
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
+class LogFrame:
     """One DataFrame: what was asked for, and the columns it has."""
 
     options: LogOptions
-    shape: TableSchema | None
+    schema: TableSchema | None
     """Of the one table, as a view over every version that was known; None for an envelope."""
     fields: pa.Schema
 
 
-def look(options: LogOptions) -> Frame:
+def resolve_frame(options: LogOptions) -> LogFrame:
     """The columns of what is asked for."""
-    if options.shape is Shape.ENVELOPE:
+    if options.row_format is RowFormat.ENVELOPE:
         if options.url is None:
             _refuse_unknown(options)
         else:
             _refuse_missing(options)
-        return Frame(options=options, shape=None, fields=envelope_fields())
+        return LogFrame(options=options, schema=None, fields=envelope_fields())
     versions = _versions(options)
     if not versions[-1].columns:
         raise Unsupported(
             "the table has no columns", table=options.table, hint="There is nothing to read: name another `table`."
         )
-    shape = merged_shape(versions)
-    if options.shape is Shape.TYPED:
+    shape = merged_schema(versions)
+    if options.row_format is RowFormat.TYPED:
         fields = typed_fields(shape, with_row=options.with_envelope)
     else:
         refuse_partial(versions[-1])
         fields = feed_fields(shape)
     _refuse_twins(fields, options)
-    return Frame(options=options, shape=shape, fields=fields)
+    return LogFrame(options=options, schema=shape, fields=fields)
 
 
 def _versions(options: LogOptions) -> list[TableSchema]:
     """Every shape of the table that is known, oldest first: those in the log and, where there is one, the source's.
     Of a table that never changed it is the one that the capture has seen."""
-    found = [] if options.url is not None and not _is_there(options.place) else _logged(options)
+    found = [] if options.url is not None and not _is_there(options.log_path) else _logged(options)
     if options.url is not None:
         found.append(_described(options))
     if not found:
         log = _opened(options)
         assert options.table is not None, "one is asked for"
-        quiet = expected_of(log.path, options.table)
+        quiet = known_table(log.path, options.table)
         if quiet is None:
             raise _unknown(log, options.table)
         found.append(quiet)
@@ -85,7 +85,7 @@ def _is_there(path: LogPath) -> bool:
 
 
 def _opened(options: LogOptions) -> ChangeLog:
-    log = ChangeLog.open(options.place)
+    log = ChangeLog.open(options.log_path)
     log.schemas.load()
     return log
 
@@ -94,9 +94,9 @@ def _logged(options: LogOptions) -> list[TableSchema]:
     log = _opened(options)
     found = [
         version
-        for number in log.schemas.matching(options.takes)
-        for version in log.schemas.all_of(number)
-        if options.takes(version.schema.table)
+        for number in log.schemas.numbers_matching(options.matches)
+        for version in log.schemas.versions_of(number)
+        if options.matches(version.schema.table)
     ]
     return [version.schema for version in sorted(found, key=lambda version: version.ordinal)]
 
@@ -131,14 +131,14 @@ def _refuse_unknown(options: LogOptions) -> None:
     """A name that is no pattern is a table that is there."""
     log = _opened(options)
     for table in _named(options):
-        if not log.schemas.named(table) and table not in {shape.table for shape in expected(log.path)}:
+        if not log.schemas.numbers_named(table) and table not in {shape.table for shape in known_tables(log.path)}:
             raise _unknown(log, table)
 
 
 def _refuse_missing(options: LogOptions) -> None:
     """The same where the log is captured by the stream itself, which goes by the source."""
-    log = _opened(options) if _is_there(options.place) else None
-    if new := [table for table in _named(options) if log is None or not log.schemas.named(table)]:
+    log = _opened(options) if _is_there(options.log_path) else None
+    if new := [table for table in _named(options) if log is None or not log.schemas.numbers_named(table)]:
         _at_source(options, new)
 
 
@@ -149,9 +149,9 @@ def _named(options: LogOptions) -> list[TableId]:
 
 
 def _unknown(log: ChangeLog, table: TableId) -> ConfigError:
-    shapes = [*(version.schema for version in log.schemas.latest()), *expected(log.path)]
-    names = sorted({written(shape.table) for shape in shapes})
-    alike = difflib.get_close_matches(written(table).lower(), {name.lower() for name in names}, n=3)
+    shapes = [*(version.schema for version in log.schemas.latest()), *known_tables(log.path)]
+    names = sorted({format_table_name(shape.table) for shape in shapes})
+    alike = difflib.get_close_matches(format_table_name(table).lower(), {name.lower() for name in names}, n=3)
     close = sorted((n for n in names if n.lower() in alike), key=lambda n: alike.index(n.lower())) or names[:5]
     having = f"It has {', '.join(close)}{' and others' if len(close) < len(names) else ''}. " if names else ""
     return ConfigError(

@@ -23,21 +23,21 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from tailrace.changelog.read.commit_wait import rest
+from tailrace.changelog.read.commit_wait import wait_for_commit
 from tailrace.changelog.read.consumers import Consumer
-from tailrace.changelog.read.offsets import EARLIEST, Place, refuse_past
+from tailrace.changelog.read.offsets import EARLIEST, LogOffset, refuse_past_start
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.changelog.read.table_selector import Wanted
+from tailrace.changelog.read.table_selector import TableSelector
 from tailrace.errors import LogForeign, LogUnreachable, LogUnusable, TailraceError
 from tailrace.spark.datasource.log.log_part import read_part
-from tailrace.spark.datasource.log.log_plan import LogView
-from tailrace.spark.datasource.log.log_schema import Frame
-from tailrace.spark.datasource.plain_errors import plainly
+from tailrace.spark.datasource.log.log_plan import LogPlanner
+from tailrace.spark.datasource.log.log_schema import LogFrame
+from tailrace.spark.datasource.plain_errors import without_traceback
 from tailrace.spark.session.arrow_types import arrow_schema
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 
-SEEN_SECONDS = 30.0
+HEARTBEAT_SECONDS = 30.0
 """A stream that waits says so often enough that the log does not take it for gone."""
 OWN_CONSUMER = "spark"
 """Of a stream that captures for itself, unless it is given another."""
@@ -65,58 +65,60 @@ class Capture(Protocol):
 class LogStream(DataSourceStreamReader):
     """The log, step by step. How Spark asks for the next step is for others to say."""
 
-    def __init__(self, frame: Frame, schema: StructType, capture: Capture | None = None) -> None:
+    def __init__(self, frame: LogFrame, schema: StructType, capture: Capture | None = None) -> None:
         self._frame = frame
         self._schema = schema
         self._capture = capture
-        self._view: LogView | None = None
+        self._planner: LogPlanner | None = None
         self._consumer: Consumer | None = None
         self._said_at = 0.0
-        self._quiet: tuple[Offset, float] | None = None
+        self._idle_since: tuple[Offset, float] | None = None
         """After which place there was nothing at the last look, and since when."""
         self._target: int | None = None
 
     # Where to.
 
     def initialOffset(self) -> Offset:
-        with plainly:
+        with without_traceback:
             view = self._opened()
             if self._capture is not None and self._frame.options.start != EARLIEST:
                 # What was committed before the query is its past, though nobody may have captured it until now.
                 self._capture.catch_up()
-            place = view.begin()
+            place = view.start_offset()
             self._acknowledge(place)
             return self._offset(place)
 
     def _latest(self, start: Offset, *, limited: bool) -> Offset:
         """How far to go from where everything before is done; `start` itself, if there is nothing to go for."""
-        self._rest(start)
+        self._wait_if_idle(start)
         place = self._place(start)
         view = self._opened()
         if self._capture is not None:
             self._capture.check()
         newest = view.newest() if self._target is None else max(self._target, place.commit)
-        end = view.step(place, newest, limited=limited)
+        end = view.next_end(place, newest, limited=limited)
         # Commits that bring nothing of ours are behind us as well; of others we are told by `start`.
-        self._acknowledge(place if end > place.commit else max(place, Place(newest)))
+        self._acknowledge(place if end > place.commit else max(place, LogOffset(newest)))
         if end > place.commit:
-            self._quiet = None
-            return self._offset(Place(end))
-        if self._quiet is None or self._quiet[0] != start:
-            self._quiet = start, time.monotonic()
+            self._idle_since = None
+            return self._offset(LogOffset(end))
+        if self._idle_since is None or self._idle_since[0] != start:
+            self._idle_since = start, time.monotonic()
         return start
 
-    def _rest(self, start: Offset) -> None:
+    def _wait_if_idle(self, start: Offset) -> None:
         """Spark asks again every 10 ms, and where the log is in a store every look is a request that is paid for."""
-        if self._quiet is not None and self._quiet[0] == start and files.is_remote(self._opened().log.path):
-            rest(self._opened().log.path, start["commit"] + 1, time.monotonic() - self._quiet[1])
+        if self._idle_since is not None and self._idle_since[0] == start and files.is_remote(self._opened().log.path):
+            wait_for_commit(self._opened().log.path, start["commit"] + 1, time.monotonic() - self._idle_since[1])
 
     # What is there.
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
-        with plainly:
+        with without_traceback:
             begin, upto = self._place(start), self._place(end)
-            return [InputPartition(part) for part in self._opened().parts(begin, upto.commit)] if begin < upto else []
+            return (
+                [InputPartition(part) for part in self._opened().plan_parts(begin, upto.commit)] if begin < upto else []
+            )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read_part(self._frame, partition.value, arrow_schema(self._schema))
@@ -134,46 +136,46 @@ class LogStream(DataSourceStreamReader):
             if self._consumer is not None:
                 self._consumer.save()
 
-    def _acknowledge(self, place: Place, *, at_once: bool = False) -> None:
+    def _acknowledge(self, place: LogOffset, *, at_once: bool = False) -> None:
         """The log may let go of what lies before; said at most every second, and now and then while it stays."""
         reached = (place.commit, place.seq)
-        begun, consumer = self._consumer is None, self._known(place)
+        begun, consumer = self._consumer is None, self._stored_consumer(place)
         if consumer is None:
             return
         moved = (consumer.commit, consumer.seq) != reached
         if begun or (moved and (at_once or self._target is not None)):
-            consumer.go_to(*reached)  # a query that ends by itself may be gone before the next second
-        elif moved or time.monotonic() > self._said_at + SEEN_SECONDS:
-            consumer.reached(*reached)
+            consumer.jump_to(*reached)  # a query that ends by itself may be gone before the next second
+        elif moved or time.monotonic() > self._said_at + HEARTBEAT_SECONDS:
+            consumer.advance_to(*reached)
             self._said_at = time.monotonic()
 
-    def _known(self, place: Place) -> Consumer | None:
+    def _stored_consumer(self, place: LogOffset) -> Consumer | None:
         """Our place in the log, this one if there was none; None for a stream without a name."""
         # A log of its own has nobody else to keep it.
         name = self._frame.options.consumer or (OWN_CONSUMER if self._capture is not None else None)
         if name is not None and self._consumer is None:
             start = (place.commit, place.seq)
-            self._consumer = Consumer.open(self._opened().log.path, name, wanted=self._wanted(), start=start)
+            self._consumer = Consumer.open(self._opened().log.path, name, wanted=self._table_selector(), start=start)
         return self._consumer
 
-    def _wanted(self) -> Wanted | None:
+    def _table_selector(self) -> TableSelector | None:
         table = self._frame.options.table
         if table is None or self._capture is not None:
             return None
-        return Wanted(self._opened().log.schemas, table, may_come=True)
+        return TableSelector(self._opened().log.schemas, table, may_come=True)
 
     # Offsets, and the places they stand for.
 
-    def _offset(self, place: Place) -> Offset:
+    def _offset(self, place: LogOffset) -> Offset:
         found: Offset = {"log": self._opened().log.log_id, "commit": place.commit}
         return found | {"seq": place.seq} if place.seq else found
 
-    def _place(self, offset: Offset) -> Place:
-        if self._view is None and self._capture is not None:
-            self._refuse_foreign(offset, _id_of(self._frame.options.place))
+    def _place(self, offset: Offset) -> LogOffset:
+        if self._planner is None and self._capture is not None:
+            self._refuse_foreign(offset, _id_of(self._frame.options.log_path))
         log = self._opened().log
         self._refuse_foreign(offset, log.log_id)
-        place = Place(offset["commit"], offset.get("seq", 0))
+        place = LogOffset(offset["commit"], offset.get("seq", 0))
         if place.commit > log.newest():
             raise LogForeign(
                 "the checkpoint is ahead of the log: the log was put back from a copy",
@@ -194,16 +196,16 @@ class LogStream(DataSourceStreamReader):
                 hint=f"{_CHECKPOINT_HINT} Or give `log` the folder that the checkpoint is of.",
             )
 
-    def _opened(self) -> LogView:
-        if self._view is None:
+    def _opened(self) -> LogPlanner:
+        if self._planner is None:
             if self._capture is not None:
-                if _id_of(self._frame.options.place) is None:
-                    refuse_past(self._frame.options.start)
+                if _id_of(self._frame.options.log_path) is None:
+                    refuse_past_start(self._frame.options.start)
                 # Spark ends this process with a signal that would leave no time to end another.
-                signal.signal(signal.SIGTERM, _leave)
+                signal.signal(signal.SIGTERM, _interrupt)
                 self._capture.start()
-            self._view = LogView(self._frame)
-        return self._view
+            self._planner = LogPlanner(self._frame)
+        return self._planner
 
 
 class RefusedStream(DataSourceStreamReader):
@@ -237,6 +239,6 @@ def _id_of(path: LogPath) -> str | None:
     return log.log_id if log.newest() else None
 
 
-def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
     """Have Spark's own loop call `stop`."""
     sys.exit(0)

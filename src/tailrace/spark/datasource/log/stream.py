@@ -13,16 +13,16 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from tailrace.changelog.read.offsets import Place
+from tailrace.changelog.read.offsets import LogOffset
 from tailrace.spark.datasource.log.log_stream import LogStream, Offset
-from tailrace.spark.datasource.plain_errors import plainly
+from tailrace.spark.datasource.plain_errors import without_traceback
 
 
 class LogStreamReader(LogStream, SupportsTriggerAvailableNow):
     """The log, for a Spark with admission control."""
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
-        with plainly:
+        with without_traceback:
             return self._latest(start, limited=not isinstance(limit, ReadAllAvailable))
 
     def getDefaultReadLimit(self) -> ReadLimit:
@@ -32,11 +32,11 @@ class LogStreamReader(LogStream, SupportsTriggerAvailableNow):
         return ReadAllAvailable() if options.bytes_max is None else ReadMaxBytes(options.bytes_max)
 
     def prepareForTriggerAvailableNow(self) -> None:
-        with plainly:
+        with without_traceback:
             view = self._opened()
             if self._capture is not None:
                 self._capture.catch_up()
             self._target = view.newest()
 
     def reportLatestOffset(self) -> Offset:
-        return self._offset(Place(self._opened().newest()))
+        return self._offset(LogOffset(self._opened().newest()))

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from pyspark.sql.datasource import InputPartition
 
-from tailrace.changelog.read.offsets import Place
+from tailrace.changelog.read.offsets import LogOffset
 from tailrace.spark.datasource.log.log_stream import LogStream, Offset
-from tailrace.spark.datasource.plain_errors import plainly
+from tailrace.spark.datasource.plain_errors import without_traceback
 
 
-class PlainStreamReader(LogStream):
+class Spark41StreamReader(LogStream):
     """The log, for a Spark without admission control."""
 
     _at: Offset | None = None
@@ -27,7 +27,7 @@ class PlainStreamReader(LogStream):
         return self._at
 
     def latestOffset(self) -> Offset:  # type: ignore[override] # as Spark 4.1 has it
-        with plainly:
+        with without_traceback:
             return self._newest()
 
     def _newest(self) -> Offset:
@@ -38,11 +38,13 @@ class PlainStreamReader(LogStream):
             self._caught_up = True
         if self._at is not None:
             return self._latest(self._at, limited=False)
-        self._known(Place(0))  # what is done Spark tells with the first micro-batch; it may be that there is none
-        return self._offset(Place(view.newest_of_ours()))
+        self._stored_consumer(
+            LogOffset(0)
+        )  # what is done Spark tells with the first micro-batch; it may be that there is none
+        return self._offset(LogOffset(view.newest_matching()))
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
-        with plainly:
+        with without_traceback:
             self._acknowledge(self._place(start), at_once=True)
             self._at = max(start, end, key=self._place)
         return super().partitions(start, end)

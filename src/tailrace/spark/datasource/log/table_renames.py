@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator
 
 from tailrace.changelog.read.index import LogIndex, Slice
-from tailrace.changelog.read.offsets import Place
+from tailrace.changelog.read.offsets import LogOffset
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogGap
 from tailrace.model.schema import TableId
@@ -23,7 +23,7 @@ from tailrace.spark.datasource.log.log_options import LogOptions
 log = logging.getLogger(__name__)
 
 
-class Renames:
+class TableRenames:
     """Under which names the tables of one reader were written."""
 
     def __init__(self, options: LogOptions, log: ChangeLog, index: LogIndex) -> None:
@@ -33,41 +33,41 @@ class Renames:
         self._taken: dict[tuple[int, int], bool] = {}
         self._renamed: frozenset[int] = frozenset()
         """Those that had a name that is asked for, and one that is not."""
-        self._told: set[tuple[int, int]] = set()
+        self._warned: set[tuple[int, int]] = set()
 
-    def look(self, tables: frozenset[int]) -> None:
+    def refresh(self, tables: frozenset[int]) -> None:
         """Take in the names that these tables have had by now."""
-        self._renamed = tables & self._log.schemas.matching(lambda table: not self._options.takes(table))
+        self._renamed = tables & self._log.schemas.numbers_matching(lambda table: not self._options.matches(table))
 
-    def takes(self, item: Slice) -> bool:
+    def includes(self, item: Slice) -> bool:
         """Whether rows were written under a name that is asked for."""
         which = item.table, item.schema
         if which not in self._taken:
-            self._taken[which] = self._options.takes(self._name(item))
+            self._taken[which] = self._options.matches(self._name(item))
         return self._taken[which]
 
-    def gap(self, after: Place, to: int) -> tuple[int, LogGap] | None:
+    def first_gap(self, after: LogOffset, to: int) -> tuple[int, LogGap] | None:
         """The first commit, of all after a place and up to a commit, in which a name is another table's, and the
         error; whoever lacks nothing in the middle is warned."""
         found = []
         for before, item in self._changes(after, to):
-            if self.takes(item) and self._options.names(self._name(item)) and self._had_another(item):
+            if self.includes(item) and self._options.names_explicitly(self._name(item)) and self._name_was_reused(item):
                 found.append((item.first, self._another(before, item)))
             else:
-                self._tell(before, item)
+                self._warn(before, item)
         return min(found, key=lambda missing: missing[0], default=None)
 
-    def _changes(self, after: Place, to: int) -> Iterator[tuple[Slice, Slice]]:
+    def _changes(self, after: LogOffset, to: int) -> Iterator[tuple[Slice, Slice]]:
         """What was written last under the one name, and first under the other."""
         for number in self._renamed:
             for before, item in itertools.pairwise(self._index.pending(number, 0, to)):
-                if item.first > after.commit and self.takes(before) != self.takes(item):
+                if item.first > after.commit and self.includes(before) != self.includes(item):
                     yield before, item
 
-    def _had_another(self, item: Slice) -> bool:
+    def _name_was_reused(self, item: Slice) -> bool:
         """Whether another table was written under the same name before."""
         name, gone = self._name(item), self._log.trimmed().tables
-        others = set(self._log.schemas.named(name)) - {item.table}
+        others = set(self._log.schemas.numbers_named(name)) - {item.table}
         return any(
             other in gone or any(self._name(early) == name for early in self._index.pending(other, 0, item.first))
             for other in others
@@ -82,17 +82,17 @@ class Renames:
             hint=ANEW_HINT.format(commit=item.first + 1),
         )
 
-    def _tell(self, before: Slice, item: Slice) -> None:
-        if (which := (item.table, item.first)) in self._told:
+    def _warn(self, before: Slice, item: Slice) -> None:
+        if (which := (item.table, item.first)) in self._warned:
             return
-        self._told.add(which)
+        self._warned.add(which)
         came, went = "what was written to it before is not asked for", "what is written to it since is not asked for"
         log.warning(
             "table %s is called %s from commit %d on: %s",
             self._name(before),
             self._name(item),
             item.first,
-            came if self.takes(item) else went,
+            came if self.includes(item) else went,
             extra={"table": str(self._name(before)), "renamed": str(self._name(item)), "commit": item.first},
         )
 

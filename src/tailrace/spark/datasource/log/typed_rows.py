@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from tailrace.changelog.read.commit_lookup import Numbers
-from tailrace.changelog.read.merged_schema import conform, fits, holds
+from tailrace.changelog.read.commit_lookup import Int64Array
+from tailrace.changelog.read.merged_schema import can_hold, conform_to_schema, fits_schema
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.schema import TableSchema
@@ -30,13 +30,13 @@ def typed_fields(shape: TableSchema, *, with_row: bool) -> pa.Schema:
     return pa.schema([*fields, pa.field(ROW, VARIANT)] if with_row else fields)
 
 
-def typed_rows(batch: ChangeBatch, shape: TableSchema, commits: Numbers) -> dict[str, pa.Array]:
+def typed_rows(batch: ChangeBatch, shape: TableSchema, commits: Int64Array) -> dict[str, pa.Array]:
     """The rows of a batch in that shape, by column; columns that are left out are null throughout."""
     found = {}
-    if not fits(batch.schema, shape):
+    if not fits_schema(batch.schema, shape):
         found[ROW] = row_values(batch)
         batch = _fitting(batch, shape)
-    data = conform(batch, shape).data
+    data = conform_to_schema(batch, shape).data
     return {change.COMMIT: pa.array(commits)} | {name: data.column(name) for name in data.schema.names} | found
 
 
@@ -51,10 +51,10 @@ def _fitting(batch: ChangeBatch, shape: TableSchema) -> ChangeBatch:
     """The batch without what the shape has no place for."""
     known = {column.name: column.type for column in shape.columns}
     kept = tuple(
-        column for column in batch.schema.columns if column.name in known and holds(known[column.name], column.type)
+        column for column in batch.schema.columns if column.name in known and can_hold(known[column.name], column.type)
     )
     names = {change.stored_name(column.name) for column in kept}
-    always = {field.name for field in change.ALWAYS} | set(change.OPTIONAL)
+    always = {field.name for field in change.REQUIRED} | set(change.OPTIONAL)
     data = batch.data.select([name for name in batch.data.schema.names if name in always | names])
     for name in (change.BEFORE, change.MOVED_FROM):
         place = data.schema.get_field_index(name)

@@ -22,8 +22,8 @@ from typing import Any
 
 import psycopg
 
-from tailrace.capture.postgres.connect import connect, explain
-from tailrace.errors import SnapshotGone, TailraceError, kind_of
+from tailrace.capture.postgres.connect import connect, map_error
+from tailrace.errors import SnapshotGone, TailraceError, error_class
 
 START_SECONDS_MAX = 60.0
 FIRST_SECONDS_MAX = 600.0
@@ -39,21 +39,21 @@ _SEEN = "select bool_or(application_name = %s) from pg_stat_activity where appli
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class SnapshotHandle:
     """A snapshot that tasks can import while its holder lives."""
 
     name: str
-    number: str
+    id: str
     """What sessions that read in it are named by, for the holder to see them."""
     pid: int
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Let go of it now."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, 15)
 
 
-def hold_snapshot(url: str, *, seconds_max: float, idle_seconds: float) -> Held:
+def hold_snapshot(url: str, *, seconds_max: float, idle_seconds: float) -> SnapshotHandle:
     """Start a holder, and wait until it has a snapshot. It outlives this process, but not its parent."""
     number = uuid.uuid4().hex[:12]
     asked = {"url": url, "seconds_max": seconds_max, "idle_seconds": idle_seconds, "watched": os.getppid()}
@@ -82,8 +82,8 @@ def hold_snapshot(url: str, *, seconds_max: float, idle_seconds: float) -> Held:
         )
     told: dict[str, Any] = json.loads(answer)
     if "code" in told:
-        raise kind_of(told["code"])(told["message"], hint=told["hint"], **told["fields"])
-    return Held(name=told["snapshot"], number=number, pid=process.pid)
+        raise error_class(told["code"])(told["message"], hint=told["hint"], **told["fields"])
+    return SnapshotHandle(name=told["snapshot"], id=number, pid=process.pid)
 
 
 def begin_reading(connection: psycopg.Connection, number: str) -> None:
@@ -126,16 +126,16 @@ def main() -> int:
     try:
         with connect(asked["url"]) as connection:
             name = _export(connection, _tag("hold", number))
-            _say({"snapshot": name})
-            _hold(connection, _Watched(asked["watched"]), number, asked)
+            _reply({"snapshot": name})
+            _hold(connection, _WatchedProcess(asked["watched"]), number, asked)
     except TailraceError as error:
         fields = {name: str(value) for name, value in error.fields.items()}
-        _say({"code": error.code, "message": error.message, "hint": error.hint, "fields": fields})
+        _reply({"code": error.code, "message": error.message, "hint": error.hint, "fields": fields})
         return 1
     return 0
 
 
-def _say(what: dict[str, Any]) -> None:
+def _reply(what: dict[str, Any]) -> None:
     with suppress(OSError):  # whoever asked may be gone
         os.write(1, json.dumps(what).encode() + b"\n")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -147,15 +147,15 @@ def _export(connection: psycopg.Connection, tag: str) -> str:
         connection.execute("begin isolation level repeatable read read only")
         row = connection.execute("select pg_export_snapshot()").fetchone()
     except psycopg.Error as error:
-        raise explain(error) from error
+        raise map_error(error) from error
     assert row is not None, "a function's value"
     return str(row[0])
 
 
-def _hold(connection: psycopg.Connection, watched: _Watched, number: str, asked: dict[str, Any]) -> None:
+def _hold(connection: psycopg.Connection, watched: _WatchedProcess, number: str, asked: dict[str, Any]) -> None:
     began = last = time.monotonic()
     seen = False
-    while not watched.gone(_LOOK_SECONDS if seen else _LOOK_FIRST_SECONDS):
+    while not watched.has_ended(_LOOK_SECONDS if seen else _LOOK_FIRST_SECONDS):
         now = time.monotonic()
         if now > began + asked["seconds_max"]:
             return
@@ -173,7 +173,7 @@ def _hold(connection: psycopg.Connection, watched: _Watched, number: str, asked:
             return
 
 
-class _Watched:
+class _WatchedProcess:
     """A process that is not our child."""
 
     def __init__(self, pid: int) -> None:
@@ -183,7 +183,7 @@ class _Watched:
             with suppress(OSError):
                 self._handle = os.pidfd_open(pid)
 
-    def gone(self, wait_seconds: float) -> bool:
+    def has_ended(self, wait_seconds: float) -> bool:
         """Whether it has ended; waits so long for that."""
         if self._handle is not None:
             return bool(select.select([self._handle], [], [], wait_seconds)[0])

@@ -10,20 +10,20 @@ from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.datasource.option_values import (
     TABLE_OPTIONS,
-    column_names,
-    count,
-    named,
-    refused,
-    seconds,
-    size,
-    source_url,
-    table_name,
+    canonical_options,
+    option_error,
+    parse_column_names,
+    parse_count,
+    parse_seconds,
+    parse_size,
+    parse_source_url,
+    parse_table_name,
 )
 
 SNAPSHOT_SECONDS = 3600.0
 IDLE_SECONDS = 60.0
 PARTITIONS_MAX = 10_000
-ANEW = "Make the DataFrame anew, with `spark.read`, and use it at once"
+RECREATE_HINT = "Make the DataFrame anew, with `spark.read`, and use it at once"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class ReadOptions:
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> ReadOptions:
         """The options as they are written, each refused that cannot be meant."""
-        found = named(given, TABLE_OPTIONS)
+        found = canonical_options(given, TABLE_OPTIONS)
         if not found.get("url", "").strip():
             raise ConfigError(
                 "neither the option `url` nor the option `log` is given",
@@ -50,27 +50,27 @@ class ReadOptions:
                 "has `log`, and `table` or `tables`. A stream that captures for itself has `url` and `log`.",
             )
         if not found.get("table", "").strip():
-            raise refused("table", "is missing", '.option("table", …)')
+            raise option_error("table", "is missing", '.option("table", …)')
         return cls(
-            url=source_url(found["url"]),
-            table=table_name("table", found["table"]),
-            columns=column_names("columns", found["columns"]) if "columns" in found else None,
+            url=parse_source_url(found["url"]),
+            table=parse_table_name("table", found["table"]),
+            columns=parse_column_names("columns", found["columns"]) if "columns" in found else None,
             where=found.get("where"),
-            chunk_bytes=size("chunkBytes", found.get("chunkBytes", str(CHUNK_BYTES))),
-            partitions_max=count("maxPartitions", found.get("maxPartitions", str(PARTITIONS_MAX))),
-            snapshot_seconds=seconds("snapshotSeconds", found.get("snapshotSeconds", str(SNAPSHOT_SECONDS))),
-            idle_seconds=seconds("idleSeconds", found.get("idleSeconds", str(IDLE_SECONDS))),
+            chunk_bytes=parse_size("chunkBytes", found.get("chunkBytes", str(CHUNK_BYTES))),
+            partitions_max=parse_count("maxPartitions", found.get("maxPartitions", str(PARTITIONS_MAX))),
+            snapshot_seconds=parse_seconds("snapshotSeconds", found.get("snapshotSeconds", str(SNAPSHOT_SECONDS))),
+            idle_seconds=parse_seconds("idleSeconds", found.get("idleSeconds", str(IDLE_SECONDS))),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadPart:
+class TableReadPart:
     """Chunks that one task reads, and all that it must know for that but how to connect."""
 
     schema: TableSchema
     chunks: tuple[Chunk, ...]
     condition: str | None = field(repr=False)
     snapshot: str
-    number: str
+    snapshot_id: str
     """Of the snapshot's holder."""
     seconds_max: float

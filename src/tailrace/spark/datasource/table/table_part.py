@@ -9,34 +9,37 @@ from contextlib import suppress
 import psycopg
 import pyarrow as pa
 
-from tailrace.capture.postgres.connect import explain
+from tailrace.capture.postgres.connect import map_error
 from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.errors import SnapshotGone, SourceError, SourceRewritten
 from tailrace.spark.datasource.table.snapshot_holder import begin_reading, end_reading
-from tailrace.spark.datasource.table.table_options import ANEW, ReadPart
+from tailrace.spark.datasource.table.table_options import RECREATE_HINT, TableReadPart
 
 _DATA_ERRORS = "22"
 
 
-def read_part(url: str, part: ReadPart) -> Iterator[pa.RecordBatch]:
+def read_part(url: str, part: TableReadPart) -> Iterator[pa.RecordBatch]:
     """The rows of the part as the snapshot has them."""
     deadline = time.monotonic() + part.seconds_max
     try:
-        with _SeenReader(url, part) as reader:
+        with _AnnouncedReader(url, part) as reader:
             for chunk in part.chunks:
                 if chunk.leaf.file:  # what has no file of its own cannot have got another
-                    reader.hold(part.schema, chunk)
+                    reader.lock_chunk(part.schema, chunk)
                 yield from reader.rows(part.schema, chunk, part.condition)
             reader.end()
     except SnapshotGone:
         raise SnapshotGone(
             "the snapshot that this DataFrame is read in is gone",
             table=part.schema.table,
-            hint=f"{ANEW}. It is held until no task has read for `idleSeconds`, and for `snapshotSeconds` at most.",
+            hint=f"{RECREATE_HINT}. It is held until no task has read for `idleSeconds`, and for `snapshotSeconds` "
+            "at most.",
         ) from None
     except SourceRewritten:
         raise SourceRewritten(
-            "the table was rewritten, truncated or altered while it was read", table=part.schema.table, hint=f"{ANEW}."
+            "the table was rewritten, truncated or altered while it was read",
+            table=part.schema.table,
+            hint=f"{RECREATE_HINT}.",
         ) from None
     except SourceError as error:
         state = str(error.fields.get("sqlstate", ""))
@@ -57,20 +60,20 @@ def read_part(url: str, part: ReadPart) -> Iterator[pa.RecordBatch]:
         raise
 
 
-class _SeenReader(SnapshotReader):
+class _AnnouncedReader(SnapshotReader):
     """A reader that whoever holds the snapshot knows of."""
 
-    def __init__(self, url: str, part: ReadPart) -> None:
+    def __init__(self, url: str, part: TableReadPart) -> None:
         super().__init__(url, part.snapshot, None, seconds_max=part.seconds_max)
-        self._number = part.number
+        self._number = part.snapshot_id
 
-    def __enter__(self) -> _SeenReader:
+    def __enter__(self) -> _AnnouncedReader:
         super().__enter__()
         try:
             begin_reading(self._connection, self._number)
         except psycopg.Error as error:
             self._connection.close()
-            raise explain(error) from error
+            raise map_error(error) from error
         return self
 
     def end(self) -> None:

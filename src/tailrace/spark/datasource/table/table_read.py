@@ -18,15 +18,15 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
 from tailrace.capture.postgres.catalogue import Catalogue
-from tailrace.capture.postgres.chunks import Chunk, Cut, Leaf, find_leaves, plan_table
-from tailrace.capture.postgres.connect import connect, explain
-from tailrace.capture.postgres.row_condition import refuse_condition
+from tailrace.capture.postgres.chunks import Chunk, ChunkKind, Leaf, find_leaves, plan_table
+from tailrace.capture.postgres.connect import connect, map_error
+from tailrace.capture.postgres.row_condition import require_valid_condition
 from tailrace.errors import ConfigError, SourceRefused, SourceRewritten, SourceTableMissing, TailraceError, Unsupported
 from tailrace.model.schema import TableSchema
-from tailrace.spark.datasource.option_values import in_options
-from tailrace.spark.datasource.plain_errors import plainly
-from tailrace.spark.datasource.table.snapshot_holder import Held, hold_snapshot
-from tailrace.spark.datasource.table.table_options import ANEW, ReadOptions, ReadPart
+from tailrace.spark.datasource.option_values import as_option_error
+from tailrace.spark.datasource.plain_errors import without_traceback
+from tailrace.spark.datasource.table.snapshot_holder import SnapshotHandle, hold_snapshot
+from tailrace.spark.datasource.table.table_options import RECREATE_HINT, ReadOptions, TableReadPart
 from tailrace.spark.session.arrow_types import arrow_schema, spark_schema
 
 PLANS_MAX = 5
@@ -35,11 +35,11 @@ PLANS_MAX = 5
 
 def snapshot_schema(options: ReadOptions) -> StructType:
     """The columns of a read."""
-    with _told(options), connect(options.url) as connection:
-        return _spark_schema(_look(connection, options))
+    with _read_errors(options), connect(options.url) as connection:
+        return _spark_schema(_check_table(connection, options))
 
 
-class CdcReader(DataSourceReader):
+class TableBatchReader(DataSourceReader):
     """Plain data only: Spark pickles it before it has planned, and runs its methods in other processes.
 
     It takes no filters: Spark 4.3 plans once for a DataFrame, and would read the next query of it, whatever that asks
@@ -52,10 +52,10 @@ class CdcReader(DataSourceReader):
 
     def partitions(self) -> list[InputPartition]:
         options = self._options
-        with plainly, _told(options):
+        with without_traceback, _read_errors(options):
             for _ in range(PLANS_MAX):
                 with connect(options.url) as connection:
-                    schema = _look(connection, options)
+                    schema = _check_table(connection, options)
                     _refuse_other(schema, self._schema)
                     leaves, chunks = _plan(connection, schema, options)
                     # A rewrite in between is noticed: a snapshot does not keep what a TRUNCATE has removed.
@@ -66,30 +66,30 @@ class CdcReader(DataSourceReader):
                         if _files(_leaves(connection, schema)) == _files(leaves):
                             return self._parts(schema, chunks, held)
                     except TailraceError:
-                        held.end()
+                        held.release()
                         raise
-                    held.end()
+                    held.release()
             raise SourceRewritten(
                 "the table is rewritten again and again while a read of it is planned",
                 table=options.table,
                 hint="Read it when nobody truncates, rewrites or alters it.",
             )
 
-    def _parts(self, schema: TableSchema, chunks: Sequence[Chunk], held: Held) -> list[InputPartition]:
+    def _parts(self, schema: TableSchema, chunks: Sequence[Chunk], held: SnapshotHandle) -> list[InputPartition]:
         options = self._options
         count = -(-sum(chunk.bytes for chunk in chunks) // options.chunk_bytes)
         return [
             InputPartition(
-                ReadPart(
+                TableReadPart(
                     schema=schema,
                     chunks=some,
                     condition=options.where,
                     snapshot=held.name,
-                    number=held.number,
+                    snapshot_id=held.id,
                     seconds_max=options.snapshot_seconds,
                 )
             )
-            for some in _shared_out(chunks, min(max(count, 1), options.partitions_max))
+            for some in _split_chunks(chunks, min(max(count, 1), options.partitions_max))
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -97,7 +97,7 @@ class CdcReader(DataSourceReader):
         from tailrace.spark.datasource.table.table_part import read_part
 
         fields = arrow_schema(self._schema)
-        with plainly, _told(self._options):
+        with without_traceback, _read_errors(self._options):
             for batch in read_part(self._options.url, partition.value):
                 yield batch.cast(fields)
 
@@ -105,7 +105,7 @@ class CdcReader(DataSourceReader):
 # What the source has.
 
 
-def _look(connection: psycopg.Connection, options: ReadOptions) -> TableSchema:
+def _check_table(connection: psycopg.Connection, options: ReadOptions) -> TableSchema:
     """The shape of what is to be read, after asking whether it can be."""
     try:
         schema = Catalogue(connection).describe(options.table, None)
@@ -133,9 +133,9 @@ def _look(connection: psycopg.Connection, options: ReadOptions) -> TableSchema:
         # Rights are looked at when a query begins.
         connection.execute(sql.SQL("select {} from {} limit 0").format(names, table), prepare=False)
     except psycopg.Error as error:
-        raise explain(error, options.url) from error
+        raise map_error(error, options.url) from error
     if options.where is not None:
-        refuse_condition(connection, schema, options.where)
+        require_valid_condition(connection, schema, options.where)
     return schema
 
 
@@ -158,7 +158,7 @@ def _leaves(connection: psycopg.Connection, schema: TableSchema) -> tuple[Leaf, 
             return found
         rows = connection.execute(_UNLOGGED, (schema.relation,), prepare=False).fetchall()
     except psycopg.Error as error:
-        raise explain(error) from error
+        raise map_error(error) from error
     return found + tuple(
         Leaf(oid=oid, schema=namespace, name=name, file=file, pages=pages, bytes=size)
         for oid, namespace, name, file, pages, size in rows
@@ -174,7 +174,7 @@ def _plan(
 ) -> tuple[tuple[Leaf, ...], list[Chunk]]:
     """Where the rows lie, and the chunks that hold them all."""
     leaves = _leaves(connection, schema)
-    plan = plan_table(connection, options.table, None, Cut.PLACE, options.chunk_bytes)
+    plan = plan_table(connection, options.table, None, ChunkKind.PLACE, options.chunk_bytes)
     chunks = list(plan.chunks)
     planned = {leaf.oid for leaf in plan.leaves}
     for leaf in leaves:
@@ -193,7 +193,7 @@ def _is_stored_view(connection: psycopg.Connection, schema: TableSchema) -> bool
     return row is not None and bool(row[0])
 
 
-def _shared_out(chunks: Sequence[Chunk], count: int) -> list[tuple[Chunk, ...]]:
+def _split_chunks(chunks: Sequence[Chunk], count: int) -> list[tuple[Chunk, ...]]:
     """The chunks in so many parts of about the same size, or fewer."""
     total = max(sum(chunk.bytes for chunk in chunks), 1)
     parts: dict[int, list[Chunk]] = {}
@@ -218,17 +218,17 @@ def _refuse_other(schema: TableSchema, wanted: StructType) -> None:
         raise ConfigError(
             "the table has other columns or types than the DataFrame",
             table=schema.table,
-            hint=f"Leave out `.schema(…)`, or {ANEW[0].lower()}{ANEW[1:]}: was the table altered?",
+            hint=f"Leave out `.schema(…)`, or {RECREATE_HINT[0].lower()}{RECREATE_HINT[1:]}: was the table altered?",
         )
 
 
 @contextmanager
-def _told(options: ReadOptions) -> Iterator[None]:
+def _read_errors(options: ReadOptions) -> Iterator[None]:
     """Errors in the words of this read; Spark prints no more of an exception than its text and where it arose."""
     try:
         yield
     except TailraceError as error:
-        hint = in_options(error).hint
+        hint = as_option_error(error).hint
         if isinstance(error, SourceRefused) and "lacks a right" in error.message:
             hint = f"Grant it: GRANT SELECT ON {options.table} TO …; and USAGE on its schema."
         raise type(error)(error.message, hint=hint, **error.fields) from None
