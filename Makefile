@@ -35,7 +35,7 @@ test: setup ## Run every test, in random order, three at once (JOBS=3 ARGS="test
 
 docs: setup ## Make a site of docs/ in build/docs; a dead link, or a page outside the navigation, fails
 	@$(PY) tools/setup.py docs
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 	@echo "docs: open build/docs/index.html"
 
 demo: setup ## A shop in a PostgreSQL of its own, mirrored live (ARGS="--seconds 120 --keep")
