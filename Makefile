@@ -2,7 +2,7 @@
 # Needs Python 3.11 or newer and make; `make setup` gets the rest into .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo bench matrix engines soak fuzz clean distclean
+.PHONY: help setup check test docs demo bench matrix engines soak fuzz clean distclean
 
 PY := .venv/bin/python
 ARGS ?=
@@ -33,6 +33,11 @@ check: setup ## Lint, types and the arrows between packages (ruff, mypy, import-
 
 test: setup ## Run every test, in random order, three at once (JOBS=3 ARGS="tests/unit -k fold")
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal $(AGAIN) $(ARGS)
+
+docs: setup ## Make a site of docs/ in build/docs; a dead link, or a page outside the navigation, fails
+	@$(PY) tools/setup.py docs
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
+	@echo "docs: open build/docs/index.html"
 
 demo: setup ## A shop in a PostgreSQL of its own, mirrored live (ARGS="--seconds 120 --keep")
 	@$(PY) -m tailrace.demo $(ARGS)

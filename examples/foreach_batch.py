@@ -26,9 +26,9 @@ os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
 
 def main() -> None:
+    quiet = SparkSession.builder.config("spark.log.level", "ERROR").config("spark.ui.enabled", "false")
     # 200 tasks to sum up a few rows would be too many.
-    quick = {"spark.sql.shuffle.partitions": "2", "spark.log.level": "ERROR", "spark.ui.enabled": "false"}
-    spark = SparkSession.builder.master("local[2]").config(map=quick).getOrCreate()
+    spark = quiet.master("local[2]").config("spark.sql.shuffle.partitions", "2").getOrCreate()
     with EmbeddedPostgres() as server, TemporaryDirectory() as name, server.connect() as source:
         folder = Path(name)
         source.execute("create table orders (id int primary key, customer text, total numeric(10,2))")

@@ -46,7 +46,7 @@ def main() -> None:
             table = Path(folder, "lake", "public", "prices")
             wait_for(table, versions=2)
             source.execute("update prices set price = 12.49 where id = 1")
-            (moment,) = source.execute("select clock_timestamp()").fetchone()
+            [(moment,)] = source.execute("select clock_timestamp()").fetchall()
             source.execute("update prices set price = 14.99 where id = 1")
             source.execute("delete from prices where id = 2")
             rows = wait_for(table, versions=4, current=1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -51,7 +52,7 @@ def main() -> None:
             pipeline.wait()
 
 
-def wait_for(folder: Path, is_there) -> pa.Table:
+def wait_for(folder: Path, is_there: Callable[[pa.Table], bool]) -> pa.Table:
     """The lake table, once it holds what we wait for."""
     deadline = time.monotonic() + WAIT_SECONDS_MAX
     while time.monotonic() < deadline:

@@ -63,8 +63,7 @@ def main() -> None:
 
 
 def capture(file: Path) -> None:
-    command = [sys.executable, "-m", "tailrace", "capture", file, "--until-caught-up", "--quiet"]
-    subprocess.run(command, check=True)
+    subprocess.run([sys.executable, "-m", "tailrace", "capture", file, "--until-caught-up", "--quiet"], check=True)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 EXTRAS = "demo,test,dev"
+DOCS = "docs"
 JAVA_PACKAGES = ("openjdk-17-jre-headless", "openjdk-21-jre-headless", "default-jre-headless")
 FIND_JAVA = "from tailrace.spark.session.java import find_java; print(find_java())"
 WARM = "from tailrace.pipeline.kernel_warmup import warm_kernels; warm_kernels()"
@@ -32,8 +33,8 @@ NO_CLUSTER = Path("/etc/postgresql-common/createcluster.d/tailrace.conf")
 COMMAND_SECONDS_MAX = 1800
 
 
-def main() -> int:
-    """Do what is missing; the exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """Do what is missing, and with `docs` also what builds the documentation; the exit code."""
     VENV.mkdir(exist_ok=True)
     with (VENV / ".setup.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -54,6 +55,10 @@ def main() -> int:
             _run([PYTHON, "-c", WARM], "the kernels could not be compiled")
             _note("warm", kernels)
             say(f"kernels compiled in {time.monotonic() - started:.0f} s")
+        if DOCS in arguments and _noted("docs") != install:
+            say("installing what builds the documentation (about 60 MB)")
+            _pip_install(DOCS, "what builds the documentation could not be installed: is the network there?")
+            _note("docs", install)
     return 0
 
 
@@ -226,4 +231,4 @@ def fail(message: str, hint: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
