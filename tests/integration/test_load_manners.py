@@ -18,7 +18,7 @@ from tailrace.capture.postgres.chunks import ChunkKind, plan_table
 from tailrace.capture.postgres.connect import connect
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.model.schema import TableId
-from tailrace.pipeline.loads import file_watch, load_scheduler
+from tailrace.pipeline.loads import chunk_readers, load_scheduler
 from tailrace.pipeline.report import TableState, TableStatus
 from tailrace.pipeline.status import measure
 from tailrace.tasks.work import ChunkWork
@@ -67,7 +67,7 @@ def test_a_chunk_that_takes_too_long_is_given_up_and_tried_again(filled: str, tm
 def test_a_person_is_obeyed_while_somebody_has_the_table_locked(
     filled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_watch, "CHANGED_SECONDS", 0.0)
+    monkeypatch.setattr(chunk_readers, "CHANGED_SECONDS", 0.0)
     asked = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%pg_table_size%'"
     with (
         psycopg.connect(filled, autocommit=True) as asking,

@@ -21,7 +21,7 @@ from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import SourceUnreachable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline.loads import file_watch, open_transactions
+from tailrace.pipeline.loads import chunk_readers, load_start
 from tailrace.pipeline.loads.load_commit import find_load_point
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import measure
@@ -104,7 +104,7 @@ def test_a_writer_that_was_open_at_the_first_start(filled: str, tmp_path: Path, 
 def test_a_writer_that_was_open_when_the_table_was_published(
     filled: str, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_transactions, "WAITING_SECONDS", 0.1)
+    monkeypatch.setattr(load_start, "WAITING_SECONDS", 0.1)
     with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying, psycopg.connect(filled) as writer:
         scene.assert_equal(applying, "things")
         execute(filled, "CREATE TABLE later (id int PRIMARY KEY, x int)", "INSERT INTO later VALUES (1, 1), (2, 2)")
@@ -233,7 +233,7 @@ def test_the_table_is_truncated_between_chunks(filled: str, tmp_path: Path, way:
 def test_a_partition_comes_during_the_load_and_it_begins_again_at_once(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_watch, "CHANGED_SECONDS", 0.0)
+    monkeypatch.setattr(chunk_readers, "CHANGED_SECONDS", 0.0)
     rows = "INSERT INTO parts SELECT g, repeat('p', 300) FROM generate_series({}) g"
     execute(
         database,

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from tailrace.cli import log_view
 from tailrace.cli.log_lines import one_line
-from tailrace.cli.output import print_json, print_out
-from tailrace.cli.units import human_seconds
+from tailrace.cli.output import human_seconds, print_json, print_out
 from tailrace.errors import ConfigError, ExitCode
 from tailrace.state.checkpoint import Checkpoint, seed_checkpoint
 from tailrace.state.checkpoint_stores import FileCheckpointStore

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.cli.log_lines import one_line
-from tailrace.cli.units import human_bytes, human_count, human_rate, human_seconds
+from tailrace.cli.output import human_bytes, human_count, human_rate, human_seconds
 from tailrace.pipeline.report import LoadResult, LoadStatus, TableState, TableStatus
 
 BAR_COLUMNS = 16

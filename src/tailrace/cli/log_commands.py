@@ -10,7 +10,7 @@ from tailrace.cli import log_view
 from tailrace.cli.output import print_error, print_json, print_out
 from tailrace.control import log_actions
 from tailrace.errors import ConfigError, ExitCode
-from tailrace.pipeline.config.quantities import InvalidQuantity, parse_duration
+from tailrace.pipeline.config.setting_values import InvalidQuantity, parse_duration
 from tailrace.pipeline.config.settings import PipelineSettings
 
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.cli.log_lines import one_line
+from tailrace.cli.output import human_bytes, human_count, human_seconds
 from tailrace.cli.status_view import console_for
-from tailrace.cli.units import human_bytes, human_count, human_seconds
 from tailrace.pipeline.report import (
     LoggedSchemaVersion,
     LogOverview,

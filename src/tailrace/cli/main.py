@@ -450,15 +450,15 @@ def dispatch(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCode:
 
         return tail_command.tail(load_pipeline_settings(arguments.file), arguments)
     if arguments.command == "at":
-        from tailrace.cli import at_command as at
+        from tailrace.cli import table_commands as at
 
         return at.at(load_pipeline_settings(arguments.file), arguments)
     if arguments.command == "evolve":
-        from tailrace.cli import evolve_command
+        from tailrace.cli import table_commands as evolve_command
 
         return evolve_command.evolve(load_pipeline_settings(arguments.file), arguments)
     if arguments.command == "rebuild":
-        from tailrace.cli import rebuild_command
+        from tailrace.cli import table_commands as rebuild_command
 
         return rebuild_command.run_rebuild(load_pipeline_settings(arguments.file), arguments)
     if arguments.command == "dead-letters":
@@ -466,9 +466,9 @@ def dispatch(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCode:
 
         return dead_letter_commands.dead_letters(load_pipeline_settings(arguments.file), arguments)
     if arguments.command in ("snapshot", "retry"):
-        from tailrace.cli import load_commands
+        from tailrace.cli import table_commands
 
-        ask = load_commands.snapshot if arguments.command == "snapshot" else load_commands.retry
+        ask = table_commands.snapshot if arguments.command == "snapshot" else table_commands.retry
         return ask(load_pipeline_settings(arguments.file), arguments)
     return run_command(arguments, engine)
 

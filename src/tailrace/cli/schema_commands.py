@@ -11,8 +11,7 @@ from rich.text import Text
 
 from tailrace.cli import log_view
 from tailrace.cli.log_lines import one_line
-from tailrace.cli.output import print_json, print_out
-from tailrace.cli.units import human_count
+from tailrace.cli.output import human_count, print_json, print_out
 from tailrace.control import schema_history_view
 from tailrace.errors import ExitCode
 from tailrace.state.schema_history import SchemaEvent, SchemaHistory, SchemaVersion

@@ -31,7 +31,7 @@ from tailrace.cli.load_view import (
     running_loads,
 )
 from tailrace.cli.log_lines import one_line, redact
-from tailrace.cli.units import human_bytes, human_count, human_seconds
+from tailrace.cli.output import human_bytes, human_count, human_seconds
 from tailrace.pipeline.report import LogStatus, PipelineStatus, Summary, TableState, TableStatus, amplification
 
 PLAIN_SECONDS = 5.0

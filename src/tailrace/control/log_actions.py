@@ -20,9 +20,9 @@ from tailrace.changelog.maintain.sealer import SEALER_LEASE, Sealer
 from tailrace.changelog.maintain.verify import verify as verify_log
 from tailrace.changelog.read import consumers
 from tailrace.changelog.read.index import LogIndex
-from tailrace.changelog.read.log_schema_history import first_rows_of_versions
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.log_lease import read_holder
+from tailrace.control.schema_history_view import first_rows_of_versions
 from tailrace.errors import ConfigError, LogBusy, LogError
 from tailrace.model import change
 from tailrace.model.system_streams import SCHEMA_STREAM_NUMBER

@@ -167,7 +167,7 @@ def _in_parts(table: TableId) -> str:
 def _snapshot(spark: SparkSession, catalog: Catalog, path: Path, version: int) -> DataFrame:
     """Of an Iceberg table, whose connector the session must have."""
     from tailrace.spark.session.connectors import catalog_settings
-    from tailrace.spark.writers.frames import quoted
+    from tailrace.spark.writers.merge_sql import quoted
 
     for name, value in catalog_settings(catalog).items():
         spark.conf.set(name, value)

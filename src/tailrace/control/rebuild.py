@@ -36,7 +36,7 @@ from tailrace.tables.delta.load_snapshots import KeptLoadStore
 from tailrace.tables.delta.rebuild_table import RebuildBase, rebuild_bases_with
 from tailrace.tables.location import TableLocation
 from tailrace.tables.port import AppliedPosition
-from tailrace.tables.position_errors import refuse_other_spec
+from tailrace.tables.table_errors import refuse_other_spec
 from tailrace.tasks.rebuild_backend import DeltaRebuildBackend, RebuildBackend, RebuildSession
 from tailrace.tasks.work import ApplyWork
 

@@ -16,12 +16,11 @@ from pyspark.sql.types import StructType
 
 from tailrace.errors import ConfigError, TailraceError, Unsupported
 from tailrace.spark.datasource.log.log_options import LOG_HINT, LogOptions, is_log_read
-from tailrace.spark.datasource.log.log_read import LogBatchReader
+from tailrace.spark.datasource.log.log_part import LogBatchReader
 from tailrace.spark.datasource.log.log_schema import LogFrame, resolve_frame
 from tailrace.spark.datasource.log.log_stream import RefusedStream
 from tailrace.spark.datasource.log.stream_41 import Spark41StreamReader
-from tailrace.spark.datasource.option_values import as_option_error, option_error
-from tailrace.spark.datasource.plain_errors import without_traceback
+from tailrace.spark.datasource.option_values import as_option_error, option_error, without_traceback
 from tailrace.spark.datasource.table_patterns import TablePattern
 from tailrace.spark.session.arrow_types import spark_schema
 

@@ -24,7 +24,7 @@ from tailrace.model.change import Operation
 from tailrace.model.event import Event
 from tailrace.model.schema import TableSchema, unknown_column_error, wrong_type_error
 from tailrace.runtime.transform_runner import TransformRunner
-from tailrace.transforms.row_numbers import renumber
+from tailrace.transforms.row_images import renumber
 from tailrace.validation import require_instance
 
 INJECTED_MAX = 10_000

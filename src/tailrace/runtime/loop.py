@@ -49,6 +49,7 @@ from tailrace.runtime.output_batch import (
     Batch,
     BatchKind,
     Limits,
+    WindowSchemaRecorder,
     ack_error,
     empty_batch,
     last_transaction,
@@ -56,13 +57,11 @@ from tailrace.runtime.output_batch import (
     split_accepted,
 )
 from tailrace.runtime.position_store import CheckpointPositionStore, PositionStore, ResumePoint
-from tailrace.runtime.recorded_schemas import WindowSchemaRecorder
 from tailrace.runtime.runtime_state import Drained, Progress, State
 from tailrace.runtime.sinks import Rejected, Sink, require_rejected, require_sink
 from tailrace.runtime.snapshots import SnapshotRunner
 from tailrace.runtime.startup import prepare_start, require_arguments
-from tailrace.runtime.transform_runner import TransformRunner
-from tailrace.runtime.user_transform import Transform, transform_window
+from tailrace.runtime.transform_runner import Transform, TransformRunner, transform_window
 from tailrace.runtime.window_buffer import WindowBuffer
 from tailrace.state.checkpoint import CheckpointStore
 from tailrace.state.schema_history import SchemaHistory

@@ -25,6 +25,11 @@ from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.event import Event
 from tailrace.model.position_kinds import Position, parse_position, position_type_of
+from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.system_streams import is_system
+from tailrace.runtime.observers import ObserverList, SchemaSeen
+from tailrace.state.recorded_stream import SchemaRecorder
+from tailrace.state.schema_history import SchemaHistory
 from tailrace.validation import require_instance, require_integer, require_seconds
 
 
@@ -402,3 +407,31 @@ def slice_batch(batch: ChangeBatch, begin: int, end: int) -> ChangeBatch:
 
 def _count(data: pa.RecordBatch, operation: Operation) -> int:
     return int(pc.sum(pc.equal(data.column(change.OP), operation.value)).as_py() or 0)
+
+
+class WindowSchemaRecorder:
+    """Tells the history, and observers."""
+
+    def __init__(self, history: SchemaHistory | None, tell: ObserverList) -> None:
+        self._history, self._tell = history, tell
+        self._feed = SchemaRecorder(history) if history is not None else None
+        self._seen: dict[TableId, TableSchema] = {}
+
+    def restart(self) -> None:
+        """Rows come again, and with them shapes of before."""
+        if self._history is not None:
+            self._feed = SchemaRecorder(self._history)
+
+    def record_schemas(self, window: AnyWindow) -> None:
+        """To be called before anyone is given the window."""
+        if self._feed is not None:
+            self._feed.record_window(window)
+        if not self._tell:
+            return
+        for batch in window.batches:
+            shape = batch.schema
+            known = self._seen.get(shape.table)
+            if known is not shape:
+                self._seen[shape.table] = shape
+                if known != shape and not is_system(shape):
+                    self._tell(SchemaSeen(table=shape.table, columns=len(shape.columns)))

@@ -38,7 +38,7 @@ from tailrace.runtime.output_batch import Limits, slice_window, window_bytes
 from tailrace.runtime.position_store import ResumePoint
 from tailrace.runtime.snapshot_job import SnapshotJob
 from tailrace.runtime.transform_runner import TransformRunner
-from tailrace.transforms.row_numbers import renumber
+from tailrace.transforms.row_images import renumber
 
 log = logging.getLogger(__name__)
 

@@ -37,10 +37,10 @@ from tailrace.tables.evolve.schema_plan import Recast
 from tailrace.tables.fold.by_mode import with_added_columns
 from tailrace.tables.location import TableLocation
 from tailrace.tables.port import AppliedPosition, LakeTable
-from tailrace.tables.schema_errors import schema_mismatch
 from tailrace.tables.size_estimate import estimate_bytes
 from tailrace.tables.spec import NO_ORIGIN, PLAIN_MIRROR, LoadOrigin, TableSpec
 from tailrace.tables.staging import FILE_BYTES, StagedFile, stage
+from tailrace.tables.table_errors import schema_mismatch
 from tailrace.tasks.dead_letters import ApplyStep, ApplyStepResult, apply_with_dead_letters
 from tailrace.tasks.load_dead_letters import LoadRejects
 from tailrace.tasks.load_store import LoadStore, StagedChunk

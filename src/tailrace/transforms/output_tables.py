@@ -6,13 +6,13 @@ table, and only once: of several, a TRUNCATE or a load of the one would take awa
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable
 
 from tailrace.errors import RuleInvalid
 from tailrace.model.schema import TableId
 from tailrace.transforms.rules import DISTINCT_TABLES_HINT, Outbox, Route, Rule
-from tailrace.transforms.table_globs import matches_any
 
 
 def target_table(template: str, table: TableId, **more: str) -> TableId:
@@ -125,3 +125,15 @@ class OutputTables:
     def has_outboxes(self) -> bool:
         """Whether there are tables that only rows tell of."""
         return bool(self._boxes)
+
+
+def matches(glob: str, table: TableId) -> bool:
+    """A name may itself hold a dot, so the pattern is split at any one of its own."""
+    dots = [at for at, letter in enumerate(glob) if letter == "."]
+    return any(
+        fnmatch.fnmatchcase(table.schema, glob[:at]) and fnmatch.fnmatchcase(table.name, glob[at + 1 :]) for at in dots
+    )
+
+
+def matches_any(globs: Iterable[str], table: TableId) -> bool:
+    return any(matches(glob, table) for glob in globs)

@@ -321,3 +321,23 @@ def _cells(rows: RowImages, schema: TableSchema) -> Iterator[tuple[int, list[dic
             for row, text in texts.items():
                 found.setdefault(row, []).append({"column": f"{which}.{column}" if which else column, "text": text})
     yield from found.items()
+
+
+def renumber(batches: tuple[ChangeBatch, ...]) -> tuple[ChangeBatch, ...]:
+    """The batches with `_seq` counting from zero without a gap, in the order it had."""
+    if not batches:
+        return ()
+    seqs = [batch.data.column(change.SEQ).to_numpy() for batch in batches]
+    every = np.concatenate(seqs)
+    numbers = np.empty(every.size, np.int64)
+    numbers[np.argsort(every, kind="stable")] = np.arange(every.size)
+    found, begin = [], 0
+    for batch, mine in zip(batches, seqs, strict=True):
+        now = numbers[begin : begin + mine.size]
+        begin += mine.size
+        place = batch.data.schema.get_field_index(change.SEQ)
+        data = batch.data
+        if not np.array_equal(now, mine):
+            data = data.set_column(place, data.schema.field(place), pa.array(now))
+        found.append(replace(batch, data=data, ends=(int(now[0]), int(now[-1]))))
+    return tuple(found)

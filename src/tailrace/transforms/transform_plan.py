@@ -24,15 +24,21 @@ from tailrace.model.position_kinds import P
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system_streams import is_system
 from tailrace.transforms.output_schema import OutputSchema, routed_schema
-from tailrace.transforms.output_tables import OutputTables
-from tailrace.transforms.row_images import AFTER, RowImages, RuleFailure, open_batch, open_snapshot_rows, to_batch
-from tailrace.transforms.row_numbers import renumber
+from tailrace.transforms.output_tables import OutputTables, matches_any
+from tailrace.transforms.row_images import (
+    AFTER,
+    RowImages,
+    RuleFailure,
+    open_batch,
+    open_snapshot_rows,
+    renumber,
+    to_batch,
+)
 from tailrace.transforms.rules import Outbox, Rule, RulesInput, Transforms, parse_rules
 from tailrace.transforms.secrets import Keyring
 from tailrace.transforms.steps import derived_columns, routes
 from tailrace.transforms.steps import rule_steps as steps
 from tailrace.transforms.steps.rule_steps import RoutedRows, RuleStep, when_expression
-from tailrace.transforms.table_globs import matches_any
 
 SCHEMAS_KEPT_MAX = 10_000
 HALT_HINT = (

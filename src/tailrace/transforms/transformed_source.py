@@ -27,10 +27,9 @@ from tailrace.errors import RELOAD_TABLE_HINT, SourceRewritten, Unsupported
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.transforms.output_schema import is_changed_by_rule
-from tailrace.transforms.output_tables import OutputTables, can_still_produce, target_table
+from tailrace.transforms.output_tables import OutputTables, can_still_produce, matches_any, target_table
 from tailrace.transforms.rules import Outbox, Transforms
 from tailrace.transforms.steps.routes import TABLES_MAX
-from tailrace.transforms.table_globs import matches_any
 from tailrace.transforms.transform_plan import TransformPlan
 from tailrace.transforms.transformed_stream import TransformedStream
 

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 import tailrace
-from tailrace.cli import log_lines, status_view, units
+from tailrace.cli import log_lines, output, status_view
 from tailrace.cli.main import COMMANDS, main
 from tailrace.errors import ExitCode, LogBusy, SchemaChanged, SourceRefused, TailraceError
 from tailrace.pipeline.config.settings import PipelineSettings
@@ -530,7 +530,7 @@ def test_a_terminal_that_cannot_show_a_letter_gets_its_code(tmp_path: Path) -> N
      (7 << 40, "7.0 TiB"), (9 << 50, "9216.0 TiB")],
 )  # fmt: skip
 def test_bytes_are_shown_in_units_of_1024(count: int | None, text: str) -> None:
-    assert units.human_bytes(count) == text
+    assert output.human_bytes(count) == text
 
 
 @pytest.mark.parametrize(
@@ -539,7 +539,7 @@ def test_bytes_are_shown_in_units_of_1024(count: int | None, text: str) -> None:
      (185, "3 min 5 s"), (7800, "2 h 10 min"), (273600, "3 d 4 h")],
 )  # fmt: skip
 def test_seconds_are_shown_in_two_units_at_most(seconds: float | None, text: str) -> None:
-    assert units.human_seconds(seconds) == text
+    assert output.human_seconds(seconds) == text
 
 
 def screen(**options: Any) -> status_view.PatientConsole:

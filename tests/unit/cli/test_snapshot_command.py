@@ -151,7 +151,7 @@ def test_the_passwords_of_source_and_standby_are_hidden(call: Any) -> None:
 
 
 def test_it_loads_no_spark(file: str) -> None:
-    code = "import sys, tailrace.cli.load_commands; sys.exit('pyspark' in sys.modules)"
+    code = "import sys, tailrace.cli.table_commands; sys.exit('pyspark' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=240, check=False)
     assert done.returncode == 0

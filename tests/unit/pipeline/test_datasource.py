@@ -19,10 +19,10 @@ import pyspark_cdc
 import tailrace
 from tailrace.errors import ConfigError, LogUnreachable, TailraceError, Unsupported
 from tailrace.pipeline.datasource import CdcSource
-from tailrace.spark.datasource.log.log_read import LogBatchReader
+from tailrace.spark.datasource.log.log_part import LogBatchReader
 from tailrace.spark.datasource.log.stream import LogStreamReader
 from tailrace.spark.datasource.log.stream_41 import Spark41StreamReader
-from tailrace.spark.datasource.plain_errors import without_traceback
+from tailrace.spark.datasource.option_values import without_traceback
 from tailrace.spark.datasource.table.table_read import TableBatchReader
 from tailrace.storage import objects
 from tests.support.logs import Diary, inserts, quick_folder

@@ -12,7 +12,7 @@ import pytest
 from tailrace.changelog.maintain.maintenance import MaintenancePolicy
 from tailrace.changelog.maintain.retention import RetentionPolicy
 from tailrace.pipeline.config.document import Problem
-from tailrace.pipeline.config.quantities import InvalidQuantity, parse_duration, parse_size
+from tailrace.pipeline.config.setting_values import InvalidQuantity, parse_duration, parse_size
 from tailrace.pipeline.config.settings import LogSettings, check_settings, load_settings
 from tailrace.storage.objects import ObjectPath
 

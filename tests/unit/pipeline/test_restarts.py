@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.errors import TailraceError
-from tailrace.pipeline.capture.capture_process import CaptureChild
-from tailrace.pipeline.capture.restarts import RESTARTS_MAX, RESTARTS_SECONDS, RestartLimit
+from tailrace.pipeline.capture.capture_process import RESTARTS_MAX, RESTARTS_SECONDS, CaptureChild, RestartLimit
 
 
 def test_so_many_within_an_hour_and_again_later() -> None:

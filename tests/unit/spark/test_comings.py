@@ -14,8 +14,8 @@ from tailrace.changelog.read.offsets import LogOffset
 from tailrace.errors import ConfigError, LogGap
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
+from tailrace.spark.datasource.log.log_part import LogBatchReader
 from tailrace.spark.datasource.log.log_plan import LogPlanner
-from tailrace.spark.datasource.log.log_read import LogBatchReader
 from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP
 from tests.support.frames import Rows, frame, rows_of_parts, steps, stream

@@ -18,8 +18,8 @@ from tailrace.changelog.read.offsets import LogOffset, starting_offset
 from tailrace.errors import ConfigError, LogGap, LogTrimmed, LogUnusable, SchemaChanged, SourceNotReady
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity
+from tailrace.spark.datasource.log.log_part import LogBatchReader
 from tailrace.spark.datasource.log.log_plan import LogPlanner
-from tailrace.spark.datasource.log.log_read import LogBatchReader
 from tailrace.storage.objects import ObjectPath
 from tests.support.changes import SHOP, delete, insert, move
 from tests.support.frames import frame, rows_of_parts, steps, stream

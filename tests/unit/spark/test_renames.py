@@ -11,8 +11,8 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from tailrace.changelog.read.offsets import LogOffset
 from tailrace.errors import LogGap
 from tailrace.model.schema import Identity, TableId
+from tailrace.spark.datasource.log.log_part import LogBatchReader
 from tailrace.spark.datasource.log.log_plan import LogPlanner
-from tailrace.spark.datasource.log.log_read import LogBatchReader
 from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP, insert, truncate
 from tests.support.frames import Rows, frame, rows_of_parts, steps, stream

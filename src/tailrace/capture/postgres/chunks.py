@@ -14,13 +14,17 @@ import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from datetime import time
+from typing import Any, Literal
 
+import numpy as np
 import psycopg
+import pyarrow as pa
 from psycopg import sql
 
 from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.connect import map_error
+from tailrace.capture.postgres.values import FIRST_DAY, FIRST_INSTANT, LAST_DAY, LAST_INSTANT
 from tailrace.model.schema import TableId, TableSchema
 
 CHUNK_BYTES = 64 << 20
@@ -281,3 +285,41 @@ def _by_place(leaf: Leaf, size: int, numbers: itertools.count[int], cut: ChunkKi
         Chunk(number=next(numbers), leaf=leaf, bytes=leaf.bytes // len(starts), pages=(start, end))
         for start, end in zip(starts, ends, strict=True)
     ]
+
+
+def key_texts(scalar: pa.Scalar) -> tuple[str, ...]:
+    """All that the value may be at the source, the least first. Of what is in a list only that."""
+    kind = scalar.type
+    if pa.types.is_date(kind):
+        return _moments(int(scalar.value), "D", (FIRST_DAY, LAST_DAY), zone="")
+    if pa.types.is_timestamp(kind):
+        return _moments(int(scalar.value), "us", (FIRST_INSTANT, LAST_INSTANT), zone="+00" if kind.tz else "")
+    if pa.types.is_list(kind):
+        return ("{" + ",".join(map(_element, scalar.values)) + "}",)
+    return (_plain(scalar.as_py()),)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bytes):
+        return "\\x" + value.hex()
+    return value.isoformat() if isinstance(value, time) else str(value)
+
+
+def _element(scalar: pa.Scalar) -> str:
+    if not scalar.is_valid:
+        return "NULL"
+    return '"' + key_texts(scalar)[0].replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _moments(count: int, unit: Literal["D", "us"], ends: tuple[int, int], *, zone: str) -> tuple[str, ...]:
+    said, (first, last) = _moment(count, unit, zone), ends
+    if count == first:
+        return ("-infinity", said)
+    return (said, "infinity") if count == last else (said,)
+
+
+def _moment(count: int, unit: Literal["D", "us"], zone: str) -> str:
+    """A date or a time, in any year: Python's calendar has those from 1 to 9999 alone."""
+    said = str(np.datetime64(count, unit)).replace("T", " ")
+    year, rest = said[: said.index("-", 1)], said[said.index("-", 1) :] + zone
+    return f"{year}{rest}" if int(year) > 0 else f"{1 - int(year):04}{rest} BC"

@@ -24,11 +24,10 @@ import pyarrow as pa
 from psycopg import sql
 
 from tailrace.capture.postgres.catalogue import Catalogue
-from tailrace.capture.postgres.chunks import FILE, Chunk
+from tailrace.capture.postgres.chunks import FILE, Chunk, key_texts
 from tailrace.capture.postgres.connect import command, connect, connect_replication, map_error
 from tailrace.capture.postgres.copy import copy_rows, copy_rows_marking_unfit
 from tailrace.capture.postgres.copy_binary import CTID
-from tailrace.capture.postgres.key_text import key_texts
 from tailrace.capture.postgres.preflight import committed_until
 from tailrace.capture.postgres.relation_facts import TEXT_AS_BYTES_SQL
 from tailrace.errors import SnapshotGone, SourceError, SourceRewritten, SourceSlow, ValueUnfit

@@ -22,8 +22,7 @@ import pyarrow as pa
 from psycopg import sql
 
 from tailrace.capture.port import ScanPiece
-from tailrace.capture.postgres.chunks import Chunk, ChunkKind, Plan
-from tailrace.capture.postgres.key_text import key_texts
+from tailrace.capture.postgres.chunks import Chunk, ChunkKind, Plan, key_texts
 from tailrace.capture.postgres.snapshot import BarrierSnapshot, ExactSnapshot, SnapshotReader
 from tailrace.errors import SourceError, SourceRewritten, TableUnpublished, TailraceError, Unsupported
 from tailrace.model.evolution import same_version

@@ -32,8 +32,13 @@ from tailrace.changelog.format.commit_file import CommitHeader, commit_path
 from tailrace.changelog.format.seal import COMMIT_COLUMNS, Seal, SealedFile, checksum_of, commits_path, seal_path
 from tailrace.changelog.format.trimmed import NOTHING_TRIMMED, TrimRecord
 from tailrace.changelog.format.trimmed import TRIMMED_FILE as TRIMMED
-from tailrace.changelog.maintain.glob_links import remove_stale_links, write_links
-from tailrace.changelog.maintain.seal_writer import SEAL_FILE_SIZES, SealFileSizes, SealWriter
+from tailrace.changelog.maintain.seal_writer import (
+    SEAL_FILE_SIZES,
+    SealFileSizes,
+    SealWriter,
+    remove_stale_links,
+    write_links,
+)
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.log_lease import LogLease
 from tailrace.errors import LogFull

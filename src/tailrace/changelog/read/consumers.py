@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from types import UnionType
 from typing import Any
 
-from tailrace.changelog.read.table_selector import TableSelector
+from tailrace.changelog.format.schemas import TableSelector
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
 from tailrace.storage import files, records

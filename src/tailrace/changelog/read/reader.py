@@ -27,16 +27,15 @@ from tailrace.changelog.format.coverage import COVERAGE_FILE as PUBLISHED
 from tailrace.changelog.format.coverage import Coverage, read_coverage
 from tailrace.changelog.format.gaps import GAPS_FILE as GAPS
 from tailrace.changelog.format.gaps import Gap, confirmed_gaps
-from tailrace.changelog.format.schemas import LogSchemas
+from tailrace.changelog.format.schemas import LogSchemas, TableSelector
 from tailrace.changelog.format.seal import Seal, SealIndex
 from tailrace.changelog.format.trimmed import NOTHING_TRIMMED, TrimmedTable, TrimRecord, read_trimmed
 from tailrace.changelog.format.trimmed import TRIMMED_FILE as TRIMMED
-from tailrace.changelog.read.commit_wait import wait_for_commit
+from tailrace.changelog.read.commit_lookup import wait_for_commit
 from tailrace.changelog.read.consumers import EXPIRE_SECONDS, Consumer, ReadProgress
 from tailrace.changelog.read.merged_schema import conform_to_schema, merged_schema
 from tailrace.changelog.read.row_steps import restore_rows, rows_after_position, rows_between
 from tailrace.changelog.read.sealed_rows import RowSpan, SealedFileReader
-from tailrace.changelog.read.table_selector import TableSelector
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogError, LogTrimmed, LogUnusable
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch

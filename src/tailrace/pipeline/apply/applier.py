@@ -30,7 +30,7 @@ from tailrace.pipeline.apply.dead_letter_replay import DeadLetterReplayer
 from tailrace.pipeline.apply.foreign_writes import ForeignWriteWatch
 from tailrace.pipeline.apply.pace import Pace
 from tailrace.pipeline.apply.spark_start import make_scratch, spark_log, start_jvm
-from tailrace.pipeline.capture.restarts import RESTARTS_MAX, RestartLimit
+from tailrace.pipeline.capture.capture_process import RESTARTS_MAX, RestartLimit
 from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.loads.kept_loads import LoadKeeper
 from tailrace.pipeline.loads.load_commit import run_task

@@ -12,7 +12,7 @@ from contextlib import suppress
 from tailrace.errors import ForeignWrite, TailraceError
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
-from tailrace.tables.position_errors import not_loaded, table_went_back
+from tailrace.tables.table_errors import not_loaded, table_went_back
 
 LOOK_SECONDS = 30.0
 

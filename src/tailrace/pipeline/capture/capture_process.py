@@ -14,13 +14,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from tailrace.changelog.read.reader import FIRST_COMMIT, ChangeLog
 from tailrace.changelog.write import log_lease
 from tailrace.errors import LogUnusable, SourceError, TailraceError
-from tailrace.pipeline.capture.restarts import RestartLimit
 from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import error_from_json
 from tailrace.storage.files import LogPath
@@ -130,3 +130,26 @@ def _error(said: bytes, code: int) -> TailraceError:
             exit_code=code,
             hint="Run `tailrace capture FILE --log-level debug` to see why.",
         )
+
+
+RESTARTS_MAX = 5
+RESTARTS_SECONDS = 3600.0
+"""In which there may be so many."""
+
+
+class RestartLimit:
+    """Those of one process, or one query."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: deque[float] = deque(maxlen=RESTARTS_MAX)
+        self.count = 0
+
+    def try_one_more(self) -> bool:
+        """Count a restart, unless there were too many of late: whether it may be."""
+        now = self._clock()
+        if len(self._last) == RESTARTS_MAX and now < self._last[0] + RESTARTS_SECONDS:
+            return False
+        self._last.append(now)
+        self.count += 1
+        return True

@@ -36,8 +36,7 @@ from tailrace.errors import (
 from tailrace.model.schema import TableId
 from tailrace.pipeline.apply.schema_watch import SchemaWatch
 from tailrace.pipeline.config.settings import PipelineSettings
-from tailrace.pipeline.loads.chunk_readers import ChunkReaders
-from tailrace.pipeline.loads.file_watch import FileWatch
+from tailrace.pipeline.loads.chunk_readers import ChunkReaders, FileWatch
 from tailrace.pipeline.loads.history_catch_up import ApplyCallback, apply_to_load_point
 from tailrace.pipeline.loads.kept_loads import LoadKeeper
 from tailrace.pipeline.loads.load_commit import (
@@ -47,8 +46,7 @@ from tailrace.pipeline.loads.load_commit import (
     finish_load,
     newest_row_position,
 )
-from tailrace.pipeline.loads.load_start import LoadStarter, WaitingTables
-from tailrace.pipeline.loads.open_transactions import OpenTransactionWatch
+from tailrace.pipeline.loads.load_start import LoadStarter, OpenTransactionWatch, WaitingTables
 from tailrace.pipeline.loads.running_load import (
     LOOK_SECONDS,
     RunningLoad,

@@ -34,8 +34,7 @@ from tailrace.pipeline.tables.resume_checks import (
 from tailrace.tables.evolve.schema_plan import EvolutionStep, ParseValue, Recast, ReloadNeeded, no_value, plan_evolution
 from tailrace.tables.location import LakeLayout, TableLocation
 from tailrace.tables.port import AppliedPosition
-from tailrace.tables.position_errors import not_loaded, table_went_back
-from tailrace.tables.schema_errors import RELOAD_HINT
+from tailrace.tables.table_errors import RELOAD_HINT, not_loaded, table_went_back
 from tailrace.tables.table_paths import folder_taken
 from tailrace.tasks.load_store import LoadRecord, LoadStore
 

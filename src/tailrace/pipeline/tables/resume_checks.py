@@ -9,7 +9,7 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import SchemaChanged, TableAhead
 from tailrace.model.policies import EvolutionPolicies, EvolutionPolicy
 from tailrace.model.schema import Identity
-from tailrace.tables.schema_errors import IDENTITY_HINT
+from tailrace.tables.table_errors import IDENTITY_HINT
 
 if TYPE_CHECKING:
     from tailrace.pipeline.tables.registry import ManagedTable

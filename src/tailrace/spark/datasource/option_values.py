@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model.schema import TableId
@@ -135,3 +136,16 @@ def parse_seconds(name: str, text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", text.strip()) or float(text) <= 0:
         raise option_error(name, "is not a number of seconds", "For example: 3600")
     return float(text)
+
+
+class WithoutTraceback:
+    """Around what Spark calls."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: TracebackType | None) -> None:
+        if isinstance(error, TailraceError):
+            raise error.with_traceback(None) from None
+
+
+without_traceback = WithoutTraceback()

@@ -9,6 +9,8 @@ delta-rs finds it too; commits that only add files which tasks have staged are m
 
 from __future__ import annotations
 
+import os.path
+import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -16,13 +18,14 @@ from pathlib import Path
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+from pyspark.sql.types import StructType
 
 from tailrace import failpoints
 from tailrace.model.schema import Column, TableSchema
-from tailrace.spark.writers.frames import table_at
+from tailrace.spark.writers.merge_sql import table_at
 from tailrace.spark.writers.merge_table import MergedTable
 from tailrace.spark.writers.staged_rows import no_rows, recast_rows, refuse_misfit_rows
-from tailrace.spark.writers.version_guard import version_guard, was_overtaken
 from tailrace.tables.compaction_plan import UpkeepPlan, UpkeepResult, rows_per_file
 from tailrace.tables.delta.commit_log import CommitFiles, CommitRecord, app_id, has_token, make_durable
 from tailrace.tables.delta.features import NO_FEATURES, Features, features_of
@@ -32,9 +35,9 @@ from tailrace.tables.evolve.schema_plan import Recast
 from tailrace.tables.fold.by_mode import recast_for_spec
 from tailrace.tables.limits import refuse_names, refuse_spark_names
 from tailrace.tables.port import AppliedPosition, WriteResult
-from tailrace.tables.position_errors import not_loaded, wrong_position
 from tailrace.tables.spec import PLAIN_MIRROR, LoadOrigin, TableMode, TableSpec
 from tailrace.tables.staging import FILE_BYTES, StagedFile
+from tailrace.tables.table_errors import not_loaded, wrong_position
 from tailrace.tables.table_folder import SCRATCH, find_folder, unreadable
 
 _ROWS_PER_FILE = "spark.sql.files.maxRecordsPerFile"
@@ -208,3 +211,31 @@ class SparkDeltaTable(MergedTable[OpenedDelta]):
 
     def _scratch(self) -> Path:
         return self._folder() / SCRATCH
+
+
+_CODE = "tailrace-version-moved"
+_OVERTAKEN = re.compile(rf"{_CODE}|Concurrent\w*Exception|DELTA_CONCURRENT|commit attempts|DELTA_MAX_COMMIT")
+"""In what Spark says: ours, and the connector's own for a number that is taken."""
+
+
+def version_guard(session: SparkSession, fields: StructType, folder: Path, version: int) -> DataFrame:
+    """A frame of no rows and these fields, to be written beside others; it fails if there is a newer version."""
+    check = f.udf(_check(folder, version), "boolean", useArrow=False).asNondeterministic()
+    nulls = [f.lit(None).cast(field.dataType).alias(field.name) for field in fields]
+    return session.range(1, numPartitions=1).where(check("id")).select(*nulls)
+
+
+def was_overtaken(said: str) -> bool:
+    """Whether a statement failed because someone else committed."""
+    return _OVERTAKEN.search(said.partition("\n\tat ")[0]) is not None
+
+
+def _check(folder: Path, version: int) -> Callable[[int], bool]:
+    following = str(folder / "_delta_log" / f"{version + 1:020d}.json")
+
+    def check(_: int) -> bool:
+        if os.path.exists(following):
+            raise RuntimeError(_CODE)
+        return False
+
+    return check

@@ -26,8 +26,8 @@ from tailrace import failpoints
 from tailrace.errors import ForeignWrite, TailraceError
 from tailrace.model.schema import Column, TableSchema
 from tailrace.spark.session.connectors import catalog_settings
-from tailrace.spark.writers.frames import column_named, quoted
 from tailrace.spark.writers.iceberg_commits import IcebergCommits, NewFile, Overtaken, link_file
+from tailrace.spark.writers.merge_sql import column_named, quoted
 from tailrace.spark.writers.merge_table import MergedTable
 from tailrace.spark.writers.staged_rows import recast_rows, refuse_misfit_rows
 from tailrace.tables.compaction_plan import FILES_MIN, UpkeepPlan, UpkeepResult
@@ -55,9 +55,9 @@ from tailrace.tables.iceberg.schema_mapping import (
 from tailrace.tables.iceberg.table import STAGED, IcebergTable, OpenedIceberg
 from tailrace.tables.partitions import values_of
 from tailrace.tables.port import AppliedPosition, WriteResult
-from tailrace.tables.position_errors import wrong_position
 from tailrace.tables.spec import PLAIN_MIRROR, LoadOrigin, TableSpec
 from tailrace.tables.staging import FILE_BYTES, StagedFile, discard, stage
+from tailrace.tables.table_errors import wrong_position
 from tailrace.tables.table_folder import SCRATCH, unreadable
 
 _SAID = "spark.sql.iceberg.snapshot-property."

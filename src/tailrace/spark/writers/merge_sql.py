@@ -5,20 +5,93 @@ The rows are those that `tables/fold/by_mode.py` makes, of the lake table's own 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 import pyarrow as pa
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 
+from tailrace.errors import RELOAD_TABLE_HINT, BaseRowMissing
 from tailrace.model import change
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import Column, TableSchema
 from tailrace.spark.session.arrow_types import spark_schema
-from tailrace.spark.writers.frames import all_of, column_named, comparable_bits, mirror_merge_sql, own_columns, quoted
 from tailrace.tables.delta.diff import RetirementRule
 from tailrace.tables.fold.fold import DELETE, END_VERSION, MARK_DELETED, UPSERT, TruncateEffect, key_ordinals
 from tailrace.tables.spec import CURRENT, VALID_FROM, VALID_TO, TableMode, TableSpec
+
+
+def quoted(name: str) -> str:
+    """A column's name as Spark's SQL has it, verbatim."""
+    return "`" + name.replace("`", "``") + "`"
+
+
+def table_at(folder: Path) -> str:
+    """A Delta table as Spark's SQL names it."""
+    return f"delta.{quoted(str(folder))}"
+
+
+def column_named(name: str) -> SparkColumn:
+    """A column by its very name."""
+    return f.col(quoted(name))
+
+
+def own_columns(schema: TableSchema) -> list[str]:
+    """The names of the table's own columns in folded rows."""
+    return [f"c{i}" for i in range(len(schema.columns))]
+
+
+def all_of(conditions: Sequence[SparkColumn]) -> SparkColumn:
+    """One condition of several."""
+    whole = conditions[0]
+    for condition in conditions[1:]:
+        whole = whole & condition
+    return whole
+
+
+def comparable_bits(value: SparkColumn, column: Column) -> SparkColumn:
+    """To compare images by: 0.0 is not -0.0 there, and Spark takes them for equal."""
+    kind = column.type.value_type if pa.types.is_list(column.type) else column.type
+    return value.cast("string") if pa.types.is_floating(kind) else value
+
+
+def as_table_rows(schema: TableSchema, rows: DataFrame) -> DataFrame:
+    """The folded rows that come, under the table's own names; a row of a keyless table as often as it came."""
+    came = rows.where(f.col("op") == UPSERT)
+    if not schema.key:
+        came = came.withColumn("copy", f.explode(f.sequence(f.lit(1), f.col("copies").cast("int"))))
+    return came.select(*(f.col(f"c{i}").alias(column.name) for i, column in enumerate(schema.columns)))
+
+
+def mirror_merge_sql(
+    schema: TableSchema,
+    target: str,
+    view: str,
+    kept: Collection[int],
+    emptied: Collection[str] = (),
+    *,
+    matched: str = "",
+    also: str = "",
+) -> str:
+    """The merge of a view's rows `c0…cN` and `op` into a table; where a flag `k<i>` is set its own row keeps its value.
+    Columns that are emptied have null in rows that change. `matched` is what else is done with rows that are there,
+    `also` what else is known of them."""
+    names = [quoted(column.name) for column in schema.columns]
+    over = ", ".join(
+        f"{name} = CASE WHEN s.k{i} THEN t.{name} ELSE s.c{i} END" if i in kept else f"{name} = s.c{i}"
+        for i, name in enumerate(names)
+    )
+    over += "".join(f", {quoted(name)} = NULL" for name in emptied)
+    return (
+        f"MERGE INTO {target} t USING {view} s"
+        f" ON {' AND '.join(f't.{names[i]} = s.c{i}' for i in key_ordinals(schema))}{also}"
+        f" WHEN MATCHED AND s.op = {DELETE} THEN DELETE"
+        f" WHEN MATCHED AND s.op = {UPSERT} THEN UPDATE SET {over}{matched}"
+        f" WHEN NOT MATCHED AND s.op = {UPSERT} THEN INSERT ({', '.join(names)})"
+        f" VALUES ({', '.join(f's.c{i}' for i in range(len(names)))})"
+    )
+
 
 REINSERTED = "back"
 """Beside the rows of a difference: whether a row that goes comes again, changed."""
@@ -189,3 +262,33 @@ def _removals(
 
 def _op(kind: int) -> SparkColumn:
     return f.lit(kind).cast("tinyint").alias("op")
+
+
+def remove_copies(
+    schema: TableSchema, table: DataFrame, rows: DataFrame, keep: Callable[[DataFrame], DataFrame]
+) -> DataFrame:
+    """The table's rows less so many copies of each image among the folded rows; too few of one is an error. `keep` has
+    rows stay as they are, however often they are asked for."""
+    there = table.select(*(column_named(c.name).alias(f"t{i}") for i, c in enumerate(schema.columns)))
+    gone = keep(rows.where(f.col("op") == DELETE).withColumn("image", f.monotonically_increasing_id()))
+    same = [
+        comparable_bits(f.col(f"t{i}"), c).eqNullSafe(comparable_bits(f.col(f"c{i}"), c))
+        for i, c in enumerate(schema.columns)
+    ]
+    joined = there.join(gone.select(*(f"c{i}" for i in range(len(same))), "image", "copies"), same, "left")
+    number = "row_number() OVER (PARTITION BY image ORDER BY image) AS n"
+    # Which of equal rows goes is all the same, but it must stay the same.
+    numbered = keep(joined.where("image IS NOT NULL").selectExpr("*", number))
+    dropped = f.col("n") <= -f.col("copies")
+    wanted = gone.agg(f.coalesce(-f.sum("copies"), f.lit(0))).first()
+    found = numbered.where(dropped).count()
+    assert wanted is not None, "an aggregate"
+    if found < wanted[0]:
+        raise BaseRowMissing(
+            "rows to be removed are not in the table",
+            table=schema.table,
+            rows=int(wanted[0]) - found,
+            hint=RELOAD_TABLE_HINT,
+        )
+    kept = joined.where("image IS NULL").unionByName(numbered.where(~dropped).drop("n"))
+    return kept.select(*(f.col(f"t{i}").alias(c.name) for i, c in enumerate(schema.columns)))

@@ -31,13 +31,16 @@ from tailrace.errors import RELOAD_TABLE_HINT, BaseRowMissing, ForeignWrite, Tab
 from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.spark.session.arrow_types import spark_schema
 from tailrace.spark.session.connectors import TABLE_SETTINGS
-from tailrace.spark.writers.frames import all_of, as_table_rows, column_named, own_columns
-from tailrace.spark.writers.keyless_delete import remove_copies
 from tailrace.spark.writers.merge_sql import (
     REINSERTED,
+    all_of,
+    as_table_rows,
+    column_named,
     merge_sql_for,
     not_before_clock,
+    own_columns,
     partition_condition,
+    remove_copies,
     rows_to_change,
 )
 from tailrace.spark.writers.staged_rows import no_rows, refuse_misfit_rows, staged_rows
@@ -46,9 +49,9 @@ from tailrace.tables.fold.by_mode import retirement_rule, split_compared
 from tailrace.tables.fold.fold import DELETE, MARK_DELETED, UPSERT, FoldedChanges, TruncateEffect, key_ordinals
 from tailrace.tables.fold.row_versions import clamp_truncate
 from tailrace.tables.port import AppliedPosition, Refetch, WriteResult
-from tailrace.tables.position_errors import concurrent_commit, refuse_other_position, refuse_other_replay
 from tailrace.tables.spec import CURRENT, LoadOrigin, TableMode, TableSpec
 from tailrace.tables.staging import StagedFile
+from tailrace.tables.table_errors import concurrent_commit, refuse_other_position, refuse_other_replay
 from tailrace.tables.table_folder import unreadable
 from tailrace.tasks.fold_files import ROWS_AT_ONCE_MAX, FoldedFiles, folded_file_schema, write_folded
 

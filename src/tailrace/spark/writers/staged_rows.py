@@ -18,7 +18,7 @@ from pyspark.sql import functions as f
 
 from tailrace.model.schema import Column, TableSchema
 from tailrace.spark.session.arrow_types import spark_schema
-from tailrace.spark.writers.frames import column_named
+from tailrace.spark.writers.merge_sql import column_named
 from tailrace.tables.evolve.recast_columns import RecastColumns
 from tailrace.tables.partitions import (
     DAY_MICROS,

@@ -79,7 +79,9 @@ from tailrace.tables.fold.whole_rows import fold_for_upsert, operations
 from tailrace.tables.limits import refuse_names
 from tailrace.tables.partitions import PartitionValues, values_of
 from tailrace.tables.port import AppliedPosition, Refetch, WriteResult
-from tailrace.tables.position_errors import (
+from tailrace.tables.spec import CURRENT, PLAIN_MIRROR, LoadOrigin, TableMode, TableSpec
+from tailrace.tables.staging import FILE_BYTES, StagedFile, discard, stage
+from tailrace.tables.table_errors import (
     concurrent_commit,
     location_taken,
     not_loaded,
@@ -88,8 +90,6 @@ from tailrace.tables.position_errors import (
     refuse_other_spec,
     wrong_position,
 )
-from tailrace.tables.spec import CURRENT, PLAIN_MIRROR, LoadOrigin, TableMode, TableSpec
-from tailrace.tables.staging import FILE_BYTES, StagedFile, discard, stage
 from tailrace.tables.table_folder import find_folder, make_folder, refuse_inside, unreadable
 from tailrace.tables.table_paths import folder_taken
 

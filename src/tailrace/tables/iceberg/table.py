@@ -17,8 +17,8 @@ from tailrace.tables.iceberg.catalogs import Catalog
 from tailrace.tables.iceberg.commit_log import IcebergMetadata
 from tailrace.tables.iceberg.schema_mapping import columns_of
 from tailrace.tables.port import AppliedPosition
-from tailrace.tables.position_errors import location_taken, not_loaded, refuse_other_spec
 from tailrace.tables.spec import PLAIN_MIRROR, TableSpec
+from tailrace.tables.table_errors import location_taken, not_loaded, refuse_other_spec
 from tailrace.tables.table_folder import AWAY_HINT, SCRATCH, refuse_inside, unreadable
 from tailrace.tables.table_paths import folder_taken
 

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tailrace.capture.postgres.key_text import key_texts
+from tailrace.capture.postgres.chunks import key_texts
 
 DAY, MOMENT, ZONED = pa.date32(), pa.timestamp("us"), pa.timestamp("us", "UTC")
 

@@ -18,9 +18,8 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, LogUnreachable, LogUnusable, SourceTableMissing, Unsupported
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.datasource.log.change_feed import feed_fields, refuse_partial
-from tailrace.spark.datasource.log.envelope_rows import envelope_fields
 from tailrace.spark.datasource.log.log_options import LogOptions, RowFormat
-from tailrace.spark.datasource.log.typed_rows import typed_fields
+from tailrace.spark.datasource.log.typed_rows import envelope_fields, typed_fields
 from tailrace.spark.datasource.table_patterns import format_table_name
 from tailrace.storage.files import LogPath
 

@@ -23,16 +23,16 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from tailrace.changelog.read.commit_wait import wait_for_commit
+from tailrace.changelog.format.schemas import TableSelector
+from tailrace.changelog.read.commit_lookup import wait_for_commit
 from tailrace.changelog.read.consumers import Consumer
 from tailrace.changelog.read.offsets import EARLIEST, LogOffset, refuse_past_start
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.changelog.read.table_selector import TableSelector
 from tailrace.errors import LogForeign, LogUnreachable, LogUnusable, TailraceError
 from tailrace.spark.datasource.log.log_part import read_part
 from tailrace.spark.datasource.log.log_plan import LogPlanner
 from tailrace.spark.datasource.log.log_schema import LogFrame
-from tailrace.spark.datasource.plain_errors import without_traceback
+from tailrace.spark.datasource.option_values import without_traceback
 from tailrace.spark.session.arrow_types import arrow_schema
 from tailrace.storage import files
 from tailrace.storage.files import LogPath

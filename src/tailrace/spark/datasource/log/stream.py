@@ -15,7 +15,7 @@ from pyspark.sql.streaming.datasource import (
 
 from tailrace.changelog.read.offsets import LogOffset
 from tailrace.spark.datasource.log.log_stream import LogStream, Offset
-from tailrace.spark.datasource.plain_errors import without_traceback
+from tailrace.spark.datasource.option_values import without_traceback
 
 
 class LogStreamReader(LogStream, SupportsTriggerAvailableNow):

@@ -23,8 +23,7 @@ from tailrace.capture.postgres.connect import connect, map_error
 from tailrace.capture.postgres.row_condition import require_valid_condition
 from tailrace.errors import ConfigError, SourceRefused, SourceRewritten, SourceTableMissing, TailraceError, Unsupported
 from tailrace.model.schema import TableSchema
-from tailrace.spark.datasource.option_values import as_option_error
-from tailrace.spark.datasource.plain_errors import without_traceback
+from tailrace.spark.datasource.option_values import as_option_error, without_traceback
 from tailrace.spark.datasource.table.snapshot_holder import SnapshotHandle, hold_snapshot
 from tailrace.spark.datasource.table.table_options import RECREATE_HINT, ReadOptions, TableReadPart
 from tailrace.spark.session.arrow_types import arrow_schema, spark_schema
