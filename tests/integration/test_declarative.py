@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 from pyspark.find_spark_home import _find_spark_home
 
-from tailrace.changelog.format.known_tables import record_known_table
+from tailrace.changelog.format.schemas import record_known_table
 from tailrace.model.schema import TableId
 from tailrace.spark.session.java import find_java
 from tests.support.changes import table_schema

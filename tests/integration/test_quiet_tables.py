@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tailrace.changelog.format.known_tables import known_tables
+from tailrace.changelog.format.schemas import known_tables
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.pipeline.status import read_status
 from tests.support.frames import frame, steps

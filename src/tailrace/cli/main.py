@@ -450,17 +450,17 @@ def dispatch(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCode:
 
         return tail_command.tail(load_pipeline_settings(arguments.file), arguments)
     if arguments.command == "at":
-        from tailrace.cli import table_commands as at
+        from tailrace.cli import table_commands
 
-        return at.at(load_pipeline_settings(arguments.file), arguments)
+        return table_commands.at(load_pipeline_settings(arguments.file), arguments)
     if arguments.command == "evolve":
-        from tailrace.cli import table_commands as evolve_command
+        from tailrace.cli import table_commands
 
-        return evolve_command.evolve(load_pipeline_settings(arguments.file), arguments)
+        return table_commands.evolve(load_pipeline_settings(arguments.file), arguments)
     if arguments.command == "rebuild":
-        from tailrace.cli import table_commands as rebuild_command
+        from tailrace.cli import table_commands
 
-        return rebuild_command.run_rebuild(load_pipeline_settings(arguments.file), arguments)
+        return table_commands.run_rebuild(load_pipeline_settings(arguments.file), arguments)
     if arguments.command == "dead-letters":
         from tailrace.cli import dead_letter_commands
 

@@ -35,10 +35,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from tailrace.changelog.format.coverage import table_token
 from tailrace.errors import LogCorrupt, TailraceError
 from tailrace.model import change
-from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.schema import TableId, TableSchema, table_token
 from tailrace.storage import files
 from tailrace.storage.files import FileStamp, LogPath
 

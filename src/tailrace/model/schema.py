@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import enum
+import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -214,3 +215,8 @@ def wrong_type_error(schema: TableSchema) -> ConfigError:
     """Rows with a value of another type than its column's; Arrow's words, which hold it, are chained."""
     kinds = ", ".join(f"{column.name} {column.type}" for column in schema.columns)
     return ConfigError("a value is none of its column's type", table=schema.table, hint=f"There are {kinds}.")
+
+
+def table_token(table: TableId) -> str:
+    """Return the name that files and folders about this table have."""
+    return hashlib.sha256(f"{len(table.schema)}.{table.schema}.{table.name}".encode()).hexdigest()[:16]

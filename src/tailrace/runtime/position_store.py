@@ -18,7 +18,7 @@ from tailrace.model.position import ZERO, Lsn
 from tailrace.model.position_kinds import Position, position_type_of
 from tailrace.runtime.output_batch import Batch
 from tailrace.state.checkpoint import Checkpoint, CheckpointStore, check_key
-from tailrace.storage.state_records import UnknownFormat, unreadable_hint
+from tailrace.storage.records import UnknownFormat, unreadable_hint
 from tailrace.validation import require_instance, require_methods
 
 FORMAT = 2

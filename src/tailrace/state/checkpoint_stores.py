@@ -11,7 +11,7 @@ import threading
 
 from tailrace.errors import ConfigError
 from tailrace.state.checkpoint import Checkpoint, check_key, parse_checkpoint, require_checkpoint, unreadable_reason
-from tailrace.storage import state_records
+from tailrace.storage import records
 from tailrace.storage.owned_folder import StateFolder
 
 FORMAT = 1
@@ -94,7 +94,7 @@ class FileCheckpointStore:
             found = self._folder.read(key + _SUFFIX)
             content, written = self._durable.get(key, (None, None))
             checkpoint.require_follows(written if written and content == found else self._decoded(key, found))
-            content = state_records.encode({"format": FORMAT, "key": key} | checkpoint.to_json())
+            content = records.encode_state({"format": FORMAT, "key": key} | checkpoint.to_json())
             self._folder.replace(key + _SUFFIX, content)
             self._durable[key] = (content, checkpoint)
 
@@ -134,10 +134,10 @@ class FileCheckpointStore:
         if content is None:
             return None
         try:
-            stored = state_records.decode(content, FORMAT)
+            stored = records.decode_state(content, FORMAT)
             if stored["key"] != key:
                 raise ValueError("it is the checkpoint of another key, or of one that differs in case only")
             return parse_checkpoint(stored)
         except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
-            hint = state_records.unreadable_hint(error, _HINT)
+            hint = records.unreadable_hint(error, _HINT)
             raise self._folder.corrupt_error(name, unreadable_reason(error), hint) from error

@@ -16,7 +16,7 @@ import pyarrow as pa
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
 from tailrace.state.schema_history import DEFAULT_RETENTION, MemorySchemaHistory, Retention, SchemaEvent, SchemaVersion
-from tailrace.storage import local, state_records
+from tailrace.storage import local, records
 from tailrace.storage.owned_folder import StateFolder, explain_errors
 
 FORMAT = 1
@@ -65,7 +65,7 @@ class FileSchemaHistory(MemorySchemaHistory):
         name = _name(version.table, version.version)
         # If this fails, the file may be there all the same: it is looked for, and made durable, before anything else.
         known, self._names, self._doubtful = self._names, None, name
-        self._folder.create(name, state_records.encode({"format": FORMAT} | version.to_json()))
+        self._folder.create(name, records.encode_state({"format": FORMAT} | version.to_json()))
         self._read[name] = version
         self._names, self._doubtful = [*(known or ()), name], None
 
@@ -122,14 +122,14 @@ class FileSchemaHistory(MemorySchemaHistory):
         if content is None:
             return None
         try:
-            version = SchemaVersion.from_json(state_records.decode(content, FORMAT))
+            version = SchemaVersion.from_json(records.decode_state(content, FORMAT))
             if name != _name(version.table, version.version):
                 raise ValueError("it belongs to another place")
             return version
         except ConfigError as error:
             raise self._folder.corrupt_error(name, error.message, _HINT) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
-            raise self._folder.corrupt_error(name, error, state_records.unreadable_hint(error, _HINT)) from error
+            raise self._folder.corrupt_error(name, error, records.unreadable_hint(error, _HINT)) from error
 
 
 def _name(table: TableId, version: int) -> str:

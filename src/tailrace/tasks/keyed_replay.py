@@ -24,13 +24,12 @@ import pyarrow.compute as pc
 
 from tailrace import failpoints
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.changelog.format.coverage import table_token
 from tailrace.deadletters.keyed import REPLAY_HINT
 from tailrace.deadletters.store import FOLDER, DeadLetterBatch, DeadLetterStore
 from tailrace.errors import BaseRowMissing, TailraceError, TransformFailed, ValueUnfit, error_class
 from tailrace.model import change
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.schema import TableId, TableSchema, table_token
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 from tailrace.tables.delta.key_lookup import match_answers

@@ -30,11 +30,10 @@ import pyarrow as pa
 
 from tailrace.capture.postgres.chunks import Plan
 from tailrace.capture.postgres.snapshot import BarrierSnapshot
-from tailrace.changelog.format.coverage import table_token
 from tailrace.deadletters.store import DeadLetterBatch, encode_dead_letters, read_dead_letters
 from tailrace.errors import ConfigError
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.schema import TableId, TableSchema, table_token
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 from tailrace.tables.spec import PLAIN_MIRROR, TableSpec

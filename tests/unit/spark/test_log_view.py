@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from tailrace.changelog.format.gaps import Gap, record_gap
-from tailrace.changelog.format.known_tables import known_tables, record_known_table
+from tailrace.changelog.format.schemas import known_tables, record_known_table
 from tailrace.changelog.maintain.retention import RetentionPolicy, trim
 from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read.offsets import LogOffset, starting_offset

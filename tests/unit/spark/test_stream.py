@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxBytes, ReadMaxRows
 
-from tailrace.changelog.format.known_tables import record_known_table
+from tailrace.changelog.format.schemas import record_known_table
 from tailrace.changelog.maintain.retention import RetentionPolicy, trim
 from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read.consumers import RetentionHold, read_holds

@@ -30,7 +30,7 @@ from tailrace.state.checkpoint import METADATA_BYTES_MAX, Checkpoint, seed_check
 from tailrace.state.checkpoint_stores import FileCheckpointStore, MemoryCheckpointStore
 from tailrace.state.schema_history import MemorySchemaHistory
 from tailrace.state.schema_history_stores import FileSchemaHistory
-from tailrace.storage import state_records
+from tailrace.storage import records
 from tailrace.testing.store_checks import check_checkpoint_store
 from tests.support.disks import fill, mounted
 
@@ -271,7 +271,7 @@ def test_a_newer_format_is_not_guessed_at(store: FileCheckpointStore, file: Path
     store.close()
     stored = json.loads(file.read_text())
     del stored["sha256"]
-    file.write_bytes(state_records.encode(stored | {"format": 2}))
+    file.write_bytes(records.encode_state(stored | {"format": 2}))
     assert_told(file, "format 2, and this version knows format 1")
     with pytest.raises(StateCorrupt) as caught:  # it is whole: nobody is told to delete it
         FileCheckpointStore(file.parent, read_only=True).load("orders")
@@ -299,7 +299,7 @@ def test_a_file_that_is_whole_and_makes_no_sense_is_refused(
     store.close()
     stored = json.loads(file.read_text())
     del stored["sha256"]
-    file.write_bytes(state_records.encode(stored | wrong))
+    file.write_bytes(records.encode_state(stored | wrong))
     assert_told(file, said)
 
 
@@ -312,7 +312,7 @@ def test_a_file_that_was_copied_to_another_key_is_not_that_keys(store: FileCheck
 def test_what_came_between_two_saves_is_noticed_and_not_written_over(store: FileCheckpointStore, file: Path) -> None:
     other = json.loads(file.read_text())
     del other["sha256"]
-    file.write_bytes(state_records.encode(other | {"position": "0/20"}))
+    file.write_bytes(records.encode_state(other | {"position": "0/20"}))
     with pytest.raises(PositionRewound):
         store.save("orders", at(8))
     file.write_bytes(b"{")

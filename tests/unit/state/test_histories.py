@@ -21,7 +21,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.state.schema_history import KEEP_LAST, MemorySchemaHistory, Retention, SchemaEvent, SchemaHistory
 from tailrace.state.schema_history_stores import FileSchemaHistory
-from tailrace.storage import state_records
+from tailrace.storage import records
 from tests.support.changes import SHOP
 from tests.support.disks import fill, mounted
 from tests.support.logs import quick_folder
@@ -228,14 +228,14 @@ def of_another_place(file: Path) -> None:
 def of_a_newer_format(file: Path) -> None:
     stored = json.loads(file.read_text())
     del stored["sha256"]
-    file.write_bytes(state_records.encode(stored | {"format": 2}))
+    file.write_bytes(records.encode_state(stored | {"format": 2}))
 
 
 def whole_and_without_sense(file: Path) -> None:
     stored = json.loads(file.read_text())
     del stored["sha256"]
     stored["shape"]["arrow"] = "AAAA"
-    file.write_bytes(state_records.encode(stored))
+    file.write_bytes(records.encode_state(stored))
 
 
 def linked(file: Path) -> None:

@@ -9,7 +9,6 @@ may stand before any of them.
 from __future__ import annotations
 
 import enum
-import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -179,8 +178,3 @@ def _coming(stored: dict[str, Any]) -> CaptureStart:
         announced_at=Lsn.parse(stored["since"]),
         confirmed_at=None if stored["whole"] is None else Lsn.parse(stored["whole"]),
     )
-
-
-def table_token(table: TableId) -> str:
-    """A name for a table that is a file's too."""
-    return hashlib.sha256(f"{len(table.schema)}.{table.schema}.{table.name}".encode()).hexdigest()[:16]

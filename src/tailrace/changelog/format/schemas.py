@@ -8,6 +8,7 @@ which of them it has announced in its `schema` stream.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from tailrace.errors import NEW_LOG_HINT, ConfigError, LogCorrupt
 from tailrace.model import change
 from tailrace.model.catalogue_facts import CatalogueFacts
 from tailrace.model.evolution import compare_schemas, same_version
-from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.schema import TableId, TableSchema, table_token
 from tailrace.model.system_streams import SCHEMA_STREAM, SCHEMA_STREAM_NUMBER, SYSTEM_STREAMS, is_system
 from tailrace.storage import files, records
 from tailrace.storage.files import LogPath
@@ -275,3 +276,41 @@ class TableSelector:
         if number not in self.numbers and str(self._schemas.get(number, version).schema.table) == self.name:
             self.numbers.add(number)
         return number in self.numbers
+
+
+EXPECTED_FOLDER = "expected"
+EXPECTED_FORMAT = 1
+
+
+def record_known_table(log: LogPath, schema: TableSchema) -> None:
+    """Rows of this shape may come."""
+    path = log / EXPECTED_FOLDER / f"{table_token(schema.table)}.json"
+    text = records.encode({"format": EXPECTED_FORMAT, **schema.to_json()})
+    files.make_folder(path.parent)
+    with files.explain_errors(path):
+        with suppress(FileNotFoundError):
+            if path.read_bytes() == text:
+                return
+        files.replace_durably(path, text)
+
+
+def known_tables(log: LogPath) -> list[TableSchema]:
+    """All that was noted, by name; also of tables that have rows by now. What is not what was written counts for
+    nothing."""
+    with files.explain_errors(log / EXPECTED_FOLDER):
+        found = [_read_known(path) for path in files.matching_files(log / EXPECTED_FOLDER, "*.json")]
+    return sorted((shape for shape in found if shape is not None), key=lambda shape: shape.table)
+
+
+def known_table(log: LogPath, table: TableId) -> TableSchema | None:
+    """The shape that the first row of a table is expected to have, as far as anybody knows."""
+    path = log / EXPECTED_FOLDER / f"{table_token(table)}.json"
+    with files.explain_errors(path):
+        return _read_known(path)
+
+
+def _read_known(path: LogPath) -> TableSchema | None:
+    try:
+        return TableSchema.from_json(records.decode(path.read_bytes(), EXPECTED_FORMAT))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None

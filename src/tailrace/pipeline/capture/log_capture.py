@@ -21,7 +21,7 @@ from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.changelog.format.commit_file import CommitHeader
 from tailrace.changelog.format.coverage import announce_tables, confirm_tables
 from tailrace.changelog.format.gaps import Gap, read_gaps, record_gap
-from tailrace.changelog.format.known_tables import known_tables, record_known_table
+from tailrace.changelog.format.schemas import known_tables, record_known_table
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced, LogUnusable, PositionLost, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window

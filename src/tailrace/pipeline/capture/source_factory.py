@@ -10,7 +10,7 @@ import functools
 
 from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog.format.known_tables import known_tables
+from tailrace.changelog.format.schemas import known_tables
 from tailrace.changelog.maintain.maintenance import LogMaintenance
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.pipeline.config.settings import PipelineSettings, matches, matches_message, names_table

@@ -23,9 +23,8 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from tailrace import failpoints
-from tailrace.changelog.format.coverage import table_token
 from tailrace.errors import TableUnusable
-from tailrace.model.schema import TableId
+from tailrace.model.schema import TableId, table_token
 from tailrace.tables.delta.commit_log import CommitRecord, data_path, own_versions
 from tailrace.tables.delta.features import NO_FEATURES, features_of
 from tailrace.tables.delta.hardlinks import link_files, link_staged

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from tailrace.changelog.format.known_tables import known_table, known_tables
+from tailrace.changelog.format.schemas import known_table, known_tables
 from tailrace.changelog.read.merged_schema import merged_schema
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, LogUnreachable, LogUnusable, SourceTableMissing, Unsupported
