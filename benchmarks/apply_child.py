@@ -31,7 +31,8 @@ from tailrace.model import change
 from tailrace.model.schema import TableId
 from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.tables.location import LakeLayout
-from tailrace.tasks.work import ApplyWork, Outcome, advance_table, apply_changes
+from tailrace.tasks.apply import advance_table, apply_changes
+from tailrace.tasks.work import ApplyWork, Outcome
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

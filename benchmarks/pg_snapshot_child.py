@@ -35,8 +35,9 @@ from tailrace.spark.session.session import Jvm
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.port import AppliedPosition
 from tailrace.tables.staging import StagedFile, stage
+from tailrace.tasks.load import load_chunk
 from tailrace.tasks.load_store import LoadRecord, LoadStore
-from tailrace.tasks.work import ChunkWork, load_chunk
+from tailrace.tasks.work import ChunkWork
 
 TASKS = 2
 SECONDS_MAX = 900.0

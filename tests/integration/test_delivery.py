@@ -26,7 +26,8 @@ from tailrace.model.position import ZERO
 from tailrace.model.schema import TableSchema
 from tailrace.tables.port import AppliedPosition
 from tailrace.tables.spec import PLAIN_MIRROR, LoadOrigin, TableMode, TableSpec
-from tailrace.tasks.work import ApplyWork, Outcome, advance_table
+from tailrace.tasks.apply import advance_table
+from tailrace.tasks.work import ApplyWork, Outcome
 from tests.support.changes import COMPOSITE, KEYLESS, KeylessModel, record_batches
 from tests.support.engines import IS_ICEBERG, IS_SPARK, commits_of, open_table, place_of, rows_of, spark_engine
 from tests.support.forms import READ_AT, Account, Tx, ordered, steps_with, story

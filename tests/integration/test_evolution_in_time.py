@@ -17,7 +17,7 @@ from tailrace.model.catalogue_facts import CatalogueFacts
 from tailrace.model.schema import TableId
 from tailrace.pipeline.apply import schema_watch
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import PendingSchema
+from tailrace.pipeline.tables.managed_table import PendingSchema
 from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
 from tests.support.pipelines import eventually, execute
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.tasks import keyed_replay
+from tailrace.tasks.apply import advance_table
 from tailrace.tasks.keyed_replay import RefetchWork, ReplayRowsWork, replay_rows
-from tailrace.tasks.work import advance_table
 from tests.support.changes import SHOP, insert, move, update
 from tests.support.engines import only_iceberg, spark_engine
 from tests.support.quiet import Quiet

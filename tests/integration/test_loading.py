@@ -25,7 +25,7 @@ from tailrace.pipeline.loads import chunk_readers, load_start
 from tailrace.pipeline.loads.load_commit import find_load_point
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import measure
-from tailrace.pipeline.tables.registry import ManagedTable
+from tailrace.pipeline.tables.managed_table import ManagedTable
 from tailrace.tasks.load_store import LoadMode, LoadRecord, LoadRequest, LoadStore
 from tailrace.tasks.work import ChunkWork
 from tests.integration.conftest import server_version

@@ -17,7 +17,7 @@ import pytest
 
 from tailrace.spark.writers.merge_table import BROADCAST_ROWS_MAX
 from tailrace.tables.spec import PLAIN_MIRROR, LoadOrigin, TableMode, TableSpec
-from tailrace.tasks.work import advance_table
+from tailrace.tasks.apply import advance_table
 from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, record_batches, truncate, update
 from tests.support.engines import only_spark, open_table, session, spark_engine
 from tests.unit.spark.test_folding import START, stretch

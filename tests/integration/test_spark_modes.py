@@ -15,9 +15,9 @@ from deltalake import DeltaTable
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.tasks import keyed_replay
+from tailrace.tasks.apply import advance_table
 from tailrace.tasks.fold_files import FoldedFiles
 from tailrace.tasks.keyed_replay import RefetchWork, ReplayRowsWork, replay_rows
-from tailrace.tasks.work import advance_table
 from tests.support.changes import SHOP, move, update
 from tests.support.engines import only_spark, spark_engine
 from tests.support.pipelines import Pipeline, execute

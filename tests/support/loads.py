@@ -32,7 +32,7 @@ from tailrace.pipeline.loads import load_scheduler
 from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import APPLIER_LEASE
-from tailrace.pipeline.tables.registry import ManagedTable
+from tailrace.pipeline.tables.managed_table import ManagedTable
 from tailrace.runtime import loop
 from tailrace.tasks.work import ChunkWork, Outcome
 from tests.support.engines import IS_SPARK, engine_lines, spark_engine

@@ -34,8 +34,9 @@ from tailrace.tables.location import TableLocation
 from tailrace.tables.port import AppliedPosition
 from tailrace.tables.spec import LoadOrigin
 from tailrace.tables.staging import stage
+from tailrace.tasks.apply import advance_table
 from tailrace.tasks.load_store import LoadStore, StagedChunk
-from tailrace.tasks.work import ApplyWork, EvolveWork, Outcome, advance_table
+from tailrace.tasks.work import ApplyWork, EvolveWork, Outcome
 from tests.support.changes import SHOP, Change, record_batches
 from tests.support.engines import IS_ICEBERG, IS_SPARK, iceberg_table, rows_of, spark_engine
 from tests.support.logs import STEP, Diary

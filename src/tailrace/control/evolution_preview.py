@@ -16,7 +16,8 @@ from tailrace.pipeline.capture.source_factory import open_source_for_log
 from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import TableEvolution, TableState
 from tailrace.pipeline.status import read_status_file
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.tables.evolve.carry_over import carry_over
 from tailrace.tables.evolve.recast_columns import plan_columns
 from tailrace.tables.evolve.schema_plan import ParseValue, Recast, ReloadNeeded, column_of, plan_evolution

@@ -30,7 +30,8 @@ from tailrace.pipeline.capture.source_factory import open_source
 from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import APPLIER_LEASE, STATUS_FILE, known_tables
-from tailrace.pipeline.tables.registry import ApplyRange, ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ApplyRange, ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.storage import files
 from tailrace.tables.delta.load_snapshots import KeptLoadStore
 from tailrace.tables.delta.rebuild_table import RebuildBase, rebuild_bases_with

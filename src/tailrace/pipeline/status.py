@@ -36,7 +36,8 @@ from tailrace.pipeline.report import (
     TableState,
     TableStatus,
 )
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 from tailrace.tables.port import AppliedPosition

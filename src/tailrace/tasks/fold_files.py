@@ -43,8 +43,9 @@ from tailrace.tables.limits import refuse_far_dates
 from tailrace.tables.partitions import partition_texts, refuse_unusable_values
 from tailrace.tables.size_estimate import SizeEstimate, estimate_bytes
 from tailrace.tables.spec import TableMode
+from tailrace.tasks.apply import read_change_batches
 from tailrace.tasks.fold_rejects import TaskRejects, split_rejects_to_file
-from tailrace.tasks.work import ApplyWork, as_tailrace_error, read_change_batches
+from tailrace.tasks.work import ApplyWork, as_tailrace_error
 
 ROWS_AT_ONCE_MAX = 1 << 18
 """Changes that one task folds."""

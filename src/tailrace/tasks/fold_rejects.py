@@ -35,7 +35,8 @@ from tailrace.tasks.dead_letters import (
     split_by_mode,
     store_dead_letters,
 )
-from tailrace.tasks.work import ApplyWork, as_tailrace_error, refetch_rows
+from tailrace.tasks.source_rows import refetch_rows
+from tailrace.tasks.work import ApplyWork, as_tailrace_error
 
 ASKED_KEYS_SUFFIX = "-asked.parquet"
 """How the names of files end, in which keys are that a task has taken for held: columns `k0…kN`, in the key's order."""

@@ -42,7 +42,8 @@ from tailrace.tables.port import AppliedPosition
 from tailrace.tables.spec import TableMode
 from tailrace.tasks.dead_letters import keys_of_dead_letters
 from tailrace.tasks.fold_files import FoldedFiles, write_folded
-from tailrace.tasks.work import Outcome, as_tailrace_error, fetch_rows
+from tailrace.tasks.source_rows import fetch_rows
+from tailrace.tasks.work import Outcome, as_tailrace_error
 
 REFETCHED_FILE = "reread.rows"
 _META = b"tailrace"

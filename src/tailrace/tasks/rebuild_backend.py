@@ -20,7 +20,8 @@ from tailrace.tables.evolve.schema_plan import Recast
 from tailrace.tables.fold.by_mode import fold_by_mode
 from tailrace.tables.location import TableLocation
 from tailrace.tables.port import AppliedPosition
-from tailrace.tasks.work import ApplyWork, read_changes
+from tailrace.tasks.apply import read_changes
+from tailrace.tasks.work import ApplyWork
 
 FILES_REMOVED = "files of it were removed"
 

@@ -11,7 +11,7 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.pipeline.apply.applier import Applier
 from tailrace.pipeline.config.settings import load_settings
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import ManagedTable
+from tailrace.pipeline.tables.managed_table import ManagedTable
 from tailrace.tables.location import TableLocation
 from tailrace.tasks.load_store import LoadHold
 from tests.support.changes import SHOP

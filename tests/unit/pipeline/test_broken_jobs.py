@@ -19,8 +19,9 @@ from tailrace.pipeline.apply.compaction import Compactor
 from tailrace.pipeline.capture.source_factory import open_source
 from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import ManagedTable
-from tailrace.tasks.work import ApplyWork, Outcome, apply_changes
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.tasks.apply import apply_changes
+from tailrace.tasks.work import ApplyWork, Outcome
 from tests.support.changes import insert
 from tests.support.loads import Local
 from tests.support.quiet import FULL, NARROW, THINGS, Quiet

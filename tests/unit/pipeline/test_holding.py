@@ -21,7 +21,8 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.config.settings import load_settings
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.tables import retention_holds
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.pipeline.tables.retention_holds import RetentionHolds, release_unwanted
 from tailrace.tables.location import LakeLayout, TableLocation
 from tailrace.tables.port import AppliedPosition

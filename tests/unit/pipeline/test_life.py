@@ -13,7 +13,8 @@ from tailrace.model.position import Lsn
 from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.tables import registry as life_module
-from tailrace.pipeline.tables.registry import BatchEnd, TableRegistry
+from tailrace.pipeline.tables.managed_table import BatchEnd
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.tables.location import LakeLayout
 from tailrace.tasks.load_store import LoadRecord
 from tests.support.changes import SHOP, insert

@@ -15,7 +15,8 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.points.ledger import Absence
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.tables.location import LakeLayout, TableLocation
 from tailrace.tables.port import AppliedPosition
 from tests.support.changes import SHOP

@@ -14,10 +14,12 @@ from tailrace.model.catalogue_facts import CatalogueFacts, ColumnFacts, StorageF
 from tailrace.model.position import Lsn
 from tailrace.pipeline.loads.history_catch_up import next_range_to
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.tables.location import LakeLayout, TableLocation
 from tailrace.tables.spec import TableMode, TableSpec
-from tailrace.tasks.work import ApplyWork, apply_changes
+from tailrace.tasks.apply import apply_changes
+from tailrace.tasks.work import ApplyWork
 from tests.support.changes import SHOP, insert
 from tests.support.logs import WIDER, Diary, inserts
 from tests.support.windows import window

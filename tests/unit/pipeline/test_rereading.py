@@ -28,7 +28,7 @@ from tailrace.pipeline.loads.load_commit import newest_row_position
 from tailrace.pipeline.loads.running_load import RunningLoad
 from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import RETRIES_MAX, ManagedTable
+from tailrace.pipeline.tables.managed_table import RETRIES_MAX, ManagedTable
 from tailrace.tasks.load_store import REMEMBERED_SECONDS, LoadRecord, LoadRequest, LoadStore
 from tailrace.tasks.work import Outcome
 from tests.support.changes import SHOP, insert, update

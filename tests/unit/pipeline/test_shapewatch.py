@@ -16,7 +16,8 @@ from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.apply import schema_watch
 from tailrace.pipeline.apply.schema_watch import SchemaWatch
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tests.support.changes import SHOP, insert, update
 from tests.support.quiet import Quiet
 

@@ -12,7 +12,8 @@ from tailrace.errors import TableUnusable
 from tailrace.pipeline.apply.compaction import PAUSE_SECONDS_MIN, pause_after
 from tailrace.tables.compaction_plan import FILES_MIN, UpkeepPlan
 from tailrace.tables.location import TableLocation
-from tailrace.tasks.work import CompactWork, Outcome, compact_table
+from tailrace.tasks.apply import compact_table
+from tailrace.tasks.work import CompactWork, Outcome
 from tests.support.changes import SHOP, insert
 from tests.support.mirrors import LOG, Mirror, at
 

@@ -21,10 +21,11 @@ from tailrace.tables.fold.by_mode import fold_by_mode
 from tailrace.tables.fold.fold import FoldedChanges
 from tailrace.tables.spec import TableMode, TableSpec
 from tailrace.tasks import dead_letters, fold_files
+from tailrace.tasks.apply import read_changes
 from tailrace.tasks.dead_letters import ApplyStep, split_by_mode
 from tailrace.tasks.fold_files import FoldedFiles, fold_range
 from tailrace.tasks.fold_rejects import StoreRejectsWork, store_task_rejects
-from tailrace.tasks.work import ApplyWork, read_changes
+from tailrace.tasks.work import ApplyWork
 from tests.support.changes import KEYLESS, SHOP, Change, Model, delete, insert, truncate, update
 from tests.support.logs import quick_folder
 from tests.support.quiet import THINGS, Quiet

@@ -33,6 +33,7 @@ from tailrace.tables.evolve.carry_over import carry_over
 from tailrace.tables.evolve.schema_plan import Recast, no_value, plan_evolution
 from tailrace.tables.fold.fold import fold
 from tailrace.tables.spec import LoadOrigin, TableMode, TableSpec
+from tailrace.tasks.apply import advance_table
 from tailrace.tasks.keyless_replay import (
     ReplayChangesWork,
     StageReplayChangesWork,
@@ -40,7 +41,7 @@ from tailrace.tasks.keyless_replay import (
     stage_replay_changes,
 )
 from tailrace.tasks.load_dead_letters import LoadRejects
-from tailrace.tasks.work import EvolveWork, Outcome, advance_table
+from tailrace.tasks.work import EvolveWork, Outcome
 from tests.support.changes import KEYLESS, changes, delete, insert, record_batches, update
 from tests.support.engines import FORMAT, IS_SPARK, not_spark, spark_engine
 from tests.support.quiet import FULL, THINGS, Quiet

@@ -16,7 +16,8 @@ from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.evolve.schema_plan import Recast
 from tailrace.tables.location import TableLocation
 from tailrace.tables.port import AppliedPosition
-from tailrace.tasks.work import ApplyWork, EvolveWork, advance_table, apply_changes
+from tailrace.tasks.apply import advance_table, apply_changes
+from tailrace.tasks.work import ApplyWork, EvolveWork
 from tests.support.changes import SHOP
 from tests.support.logs import Diary, inserts, seal
 

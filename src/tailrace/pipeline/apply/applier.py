@@ -39,7 +39,8 @@ from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.points.ledger import ConsistentPoint, Ledger
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import read_status_file
-from tailrace.pipeline.tables.registry import RETRIES_MAX, ROWS_PER_BATCH_MAX, ApplyRange, ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import RETRIES_MAX, ApplyRange, ManagedTable
+from tailrace.pipeline.tables.registry import ROWS_PER_BATCH_MAX, TableRegistry
 from tailrace.pipeline.tables.retention_holds import RetentionHolds
 from tailrace.spark.session.session import Jvm
 from tailrace.spark.session.wakeup import WakeSource
@@ -47,7 +48,8 @@ from tailrace.spark.writers.engine import SparkEngine
 from tailrace.tables.delta.table import UNCOMMITTED
 from tailrace.tables.spec import TableMode
 from tailrace.tables.staging import discard
-from tailrace.tasks.work import ApplyWork, EvolveWork, Outcome, advance_table, as_tailrace_error
+from tailrace.tasks.apply import advance_table
+from tailrace.tasks.work import ApplyWork, EvolveWork, Outcome, as_tailrace_error
 
 log = logging.getLogger(__name__)
 

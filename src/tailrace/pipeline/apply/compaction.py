@@ -15,9 +15,11 @@ from dataclasses import replace
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.settings import UpkeepSettings
 from tailrace.pipeline.loads.load_commit import RunTasks, run_task
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.tables.compaction_plan import UpkeepPlan
-from tailrace.tasks.work import CompactWork, Outcome, compact_table
+from tailrace.tasks.apply import compact_table
+from tailrace.tasks.work import CompactWork, Outcome
 
 log = logging.getLogger(__name__)
 

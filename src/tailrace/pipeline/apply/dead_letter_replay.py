@@ -19,7 +19,8 @@ from tailrace.errors import Remedy, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.loads.load_commit import RunTasks, run_task
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.tasks.keyed_replay import RefetchWork, ReplayRowsWork, refetch_dead_letters, replay_rows
 from tailrace.tasks.keyless_replay import ReplayChangesWork, replay_changes
 from tailrace.tasks.work import Outcome

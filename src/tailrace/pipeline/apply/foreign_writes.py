@@ -11,7 +11,8 @@ from contextlib import suppress
 
 from tailrace.errors import ForeignWrite, TailraceError
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.tables.table_errors import not_loaded, table_went_back
 
 LOOK_SECONDS = 30.0

@@ -14,8 +14,8 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.pipeline.tables.registry import NOT_PUBLISHED, ManagedTable, PendingSchema, TableRegistry
-from tailrace.pipeline.tables.resume_checks import has_lost_identity, stops_at_recreated
+from tailrace.pipeline.tables.managed_table import ManagedTable, PendingSchema, has_lost_identity, stops_at_recreated
+from tailrace.pipeline.tables.registry import NOT_PUBLISHED, TableRegistry
 
 LOOK_SECONDS = 5.0
 

@@ -23,7 +23,8 @@ from tailrace.pipeline.loads.running_load import LOOK_SECONDS, RunningLoad, Runn
 from tailrace.pipeline.loads.throttle import Throttle
 from tailrace.storage.files import LogPath
 from tailrace.tables.staging import discard
-from tailrace.tasks.work import ChunkWork, load_chunk
+from tailrace.tasks.load import load_chunk
+from tailrace.tasks.work import ChunkWork
 
 ChunkFailedCallback = Callable[[RunningLoad, Chunk, TailraceError, SharedSnapshot | None], None]
 """Told of a chunk that is still to be read, why it was not, and the exported snapshot it was read in if it was."""

@@ -17,7 +17,8 @@ from tailrace.errors import BaseRowMissing, SchemaChanged
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.pipeline.loads.running_load import RunningLoad, table_changed_error
-from tailrace.pipeline.tables.registry import ROWS_PER_APPLY_MAX, ApplyRange, ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ApplyRange, ManagedTable
+from tailrace.pipeline.tables.registry import ROWS_PER_APPLY_MAX, TableRegistry
 from tailrace.tables.evolve.carry_over import carry_over
 from tailrace.tables.evolve.schema_plan import Recast
 from tailrace.tables.spec import TableMode

@@ -14,7 +14,8 @@ import pyarrow as pa
 from deltalake.exceptions import DeltaError
 
 from tailrace.errors import TailraceError
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.tables.delta.load_snapshots import KeptLoad, KeptLoadStore
 from tailrace.tables.delta.rebuild_table import rebuild_bases
 from tailrace.tables.iceberg.commit_log import IcebergMetadata

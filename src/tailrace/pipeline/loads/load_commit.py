@@ -25,15 +25,17 @@ from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.pipeline.loads.running_load import RunningLoad
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.iceberg.table import IcebergTable
 from tailrace.tables.port import AppliedPosition
 from tailrace.tables.spec import LoadOrigin, TableMode
 from tailrace.tables.staging import StagedFile
+from tailrace.tasks.load import commit_load, refresh_table
 from tailrace.tasks.load_dead_letters import refuse_too_many
 from tailrace.tasks.load_store import LoadMode, LoadRecord
-from tailrace.tasks.work import CommitLoadWork, Outcome, RefreshWork, commit_load, refresh_table
+from tailrace.tasks.work import CommitLoadWork, Outcome, RefreshWork
 
 log = logging.getLogger(__name__)
 

@@ -57,7 +57,8 @@ from tailrace.pipeline.loads.running_load import (
 )
 from tailrace.pipeline.loads.throttle import PROBE_SECONDS, Throttle
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.pipeline.tables.retention_holds import RetentionHolds
 from tailrace.tables.staging import discard
 from tailrace.tasks.load_store import LoadHold, LoadRecord

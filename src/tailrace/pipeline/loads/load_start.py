@@ -29,7 +29,8 @@ from tailrace.pipeline.loads.history_catch_up import plan_carry_over
 from tailrace.pipeline.loads.load_commit import RunTasks, commit_files
 from tailrace.pipeline.loads.running_load import RunningLoad, SharedSnapshot
 from tailrace.pipeline.report import LoadStatus, TableState
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 from tailrace.pipeline.tables.retention_holds import RetentionHolds
 from tailrace.tables.port import AppliedPosition
 from tailrace.tables.table_paths import folder_taken, overlap

@@ -15,7 +15,7 @@ from tailrace.errors import SourceRewritten, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import LoadResult, LoadStatus, TableState
-from tailrace.pipeline.tables.registry import ManagedTable
+from tailrace.pipeline.tables.managed_table import ManagedTable
 from tailrace.tables.spec import LoadOrigin
 from tailrace.tasks.load_store import LoadHold, LoadMode, LoadRecord, StagedChunk
 

@@ -12,7 +12,8 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.points.ledger import Absence, ConsistentPoint
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 
 _STANDS_STILL = {
     TableState.NEW: "it is not loaded yet",

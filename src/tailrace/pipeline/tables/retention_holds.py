@@ -16,7 +16,8 @@ from tailrace.changelog.read.consumers import TableProgress
 from tailrace.errors import LogError
 from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tables.registry import ManagedTable, TableRegistry
+from tailrace.pipeline.tables.managed_table import ManagedTable
+from tailrace.pipeline.tables.registry import TableRegistry
 
 PUBLISH_SECONDS = 5.0
 

@@ -19,7 +19,8 @@ from tailrace.processes import die_with_parent
 def main() -> None:
     """Run PySpark's daemon with its process-group handling replaced by ours."""
     if "pyspark.worker" in sys.argv:  # those run our tasks: what they need is loaded once, here, and forked
-        import tailrace.tasks.work  # noqa: F401
+        import tailrace.tasks.apply
+        import tailrace.tasks.load  # noqa: F401
     kill = os.kill
 
     def kill_one(pid: int, number: int) -> None:

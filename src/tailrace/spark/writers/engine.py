@@ -33,6 +33,7 @@ from tailrace.tables.fold.fold import key_ordinals
 from tailrace.tables.iceberg.catalogs import Catalog
 from tailrace.tables.location import TableLocation
 from tailrace.tables.port import WriteResult
+from tailrace.tasks.apply import advance_table, compact_table, read_change_batches
 from tailrace.tasks.dead_letters import REJECTABLE_ERRORS
 from tailrace.tasks.fold_files import FoldedFiles, fold_range
 from tailrace.tasks.fold_rejects import ASKED_KEYS_SUFFIX, MISSING_KEYS, StoreRejectsWork, store_task_rejects
@@ -44,6 +45,8 @@ from tailrace.tasks.keyless_replay import (
     replay_changes,
     stage_replay_changes,
 )
+from tailrace.tasks.load import commit_load, refresh_table, refresh_with
+from tailrace.tasks.source_rows import refetch_rows
 from tailrace.tasks.work import (
     ApplyWork,
     CommitLoadWork,
@@ -51,14 +54,7 @@ from tailrace.tasks.work import (
     EvolveWork,
     Outcome,
     RefreshWork,
-    advance_table,
     as_tailrace_error,
-    commit_load,
-    compact_table,
-    read_change_batches,
-    refetch_rows,
-    refresh_table,
-    refresh_with,
 )
 
 TABLES_AT_ONCE_MAX = 4

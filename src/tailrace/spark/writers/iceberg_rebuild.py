@@ -41,9 +41,10 @@ from tailrace.tables.iceberg.table import METADATA, REBUILT
 from tailrace.tables.location import TableLocation
 from tailrace.tables.port import AppliedPosition
 from tailrace.tables.table_folder import unreadable
+from tailrace.tasks.apply import read_change_batches
 from tailrace.tasks.fold_files import fold_range
 from tailrace.tasks.rebuild_backend import FILES_REMOVED, ApplyRangeResult, RebuildSession, refuse_refetch
-from tailrace.tasks.work import ApplyWork, read_change_batches
+from tailrace.tasks.work import ApplyWork
 
 UNFINISHED = "unfinished"
 """The mark."""

@@ -1,0 +1,131 @@
+"""Applying a range of the log to one lake table, in a task."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import pyarrow as pa
+
+from tailrace import failpoints
+from tailrace.changelog.read.index import Slice
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.read.row_steps import rows_after_position, rows_until_position
+from tailrace.tables.size_estimate import estimate_bytes
+from tailrace.tables.table_errors import schema_mismatch
+from tailrace.tasks.dead_letters import ApplyStep, ApplyStepResult, apply_with_dead_letters
+from tailrace.tasks.source_rows import refetch_changed_rows
+from tailrace.tasks.work import ApplyWork, CompactWork, EvolveWork, Outcome, as_tailrace_error
+
+
+def advance_table(work: ApplyWork | EvolveWork) -> Outcome:
+    """The next step of one table, whatever it is."""
+    return evolve_table(work) if isinstance(work, EvolveWork) else apply_changes(work)
+
+
+def apply_changes(work: ApplyWork) -> Outcome:
+    """Fold the slices to what the table's form makes of them and write that, with the new position, in one commit."""
+    started = time.monotonic()
+    failpoints.hit("apply.before_table")
+    try:
+        changes = read_changes(work)
+        done = _apply_step(work, changes)
+    except Exception as error:  # the task's boundary: the table fails, the others go on
+        return Outcome(table=work.table, error=as_tailrace_error(error))
+    return Outcome(
+        table=work.table,
+        rows=changes.num_rows,
+        seconds=time.monotonic() - started,
+        applied_position=work.position_after,
+        schema=work.schema,
+        bytes_changed=estimate_bytes(work.schema, changes),
+        bytes_written=done.applied.bytes,
+        version=done.applied.version,
+        dead_letters=done.dead_letters,
+    )
+
+
+def _apply_step(work: ApplyWork, changes: pa.Table) -> ApplyStepResult:
+    again = partial(refetch_changed_rows, work, changes) if work.reader is not None else None
+    step = ApplyStep(
+        log=work.log,
+        schema=work.schema,
+        spec=work.location.spec,
+        expected=work.expected,
+        position_after=work.position_after,
+        dead_letters_enabled=work.dead_letters_enabled,
+        refetch=again,
+    )
+    return apply_with_dead_letters(work.location.open(), step, changes)
+
+
+def compact_table(work: CompactWork) -> Outcome:
+    """What a table needs besides its changes."""
+    started, used = time.monotonic(), time.process_time()  # a worker of Spark's does one task at a time
+    tended, failed = None, None
+    try:
+        tended = work.location.open().compact(work.upkeep, work.expected)
+    except Exception as error:  # the task's boundary
+        failed = as_tailrace_error(error)
+    return Outcome(
+        table=work.table,
+        seconds=time.monotonic() - started,
+        cpu_seconds=time.process_time() - used,
+        upkeep_result=tended,
+        error=failed,
+    )
+
+
+def evolve_table(work: EvolveWork) -> Outcome:
+    """One commit that leaves every row as the new shape has it."""
+    started = time.monotonic()
+    try:
+        applied = work.location.open().evolve(work.recast, work.expected)
+    except Exception as error:  # the task's boundary: the table fails, the others go on
+        return Outcome(table=work.table, error=as_tailrace_error(error))
+    return Outcome(
+        table=work.table,
+        seconds=time.monotonic() - started,
+        applied_position=work.expected,
+        schema=work.recast.schema,
+        bytes_written=applied.bytes,
+    )
+
+
+def read_changes(work: ApplyWork) -> pa.Table:
+    """The changes the table has not covered, in order."""
+    empty = pa.RecordBatch.from_pylist([], work.schema.change_schema())
+    return pa.Table.from_batches([empty, *read_change_batches(work, work.expected.seq)])
+
+
+def read_change_batches(work: ApplyWork, seq: int) -> Iterator[pa.RecordBatch]:
+    """The changes of the work's slices past this number that the table has not covered, in order."""
+    log = ChangeLog.open(work.log)
+    for first, last in _group_slices(log, work.slices):
+        for batch in log.read(first.first, last.last, tables=[first.table], after_seq=seq, to_seq=last.last_seq):
+            batch = rows_after_position(batch, work.expected.position)  # a load has seen the others
+            if work.until is not None and batch.data.num_rows:
+                batch = rows_until_position(batch, work.until)
+            if batch.data.num_rows:
+                if error := schema_mismatch(work.schema, batch.schema, first.first):
+                    raise error
+                yield batch.with_all_columns()
+        seq = max(seq, last.last_seq)
+
+
+def _group_slices(log: ChangeLog, slices: Sequence[Slice]) -> Iterator[tuple[Slice, Slice]]:
+    """Stretches of slices that are read at once, each as its first and its last.
+
+    What was sealed since the slices were listed lies in one row group where it was many commits. Read commit by commit
+    that group would be decoded, and kept, once for each.
+    """
+    begin = 0
+    while begin < len(slices):
+        first, end = slices[begin], begin + 1
+        log.seal_index.refresh()
+        seal = log.seal_index.covering(first.first)
+        while seal and end < len(slices) and slices[end].first <= seal.last and slices[end].table == first.table:
+            end += 1
+        yield first, slices[end - 1]
+        begin = end
