@@ -1,11 +1,11 @@
-"""Every error Tailrace raises on purpose: the class is the fact, `remedy` says who acts next.
+"""All errors that Tailrace raises on purpose: the class is the fact, `remedy` names who acts.
 
 ```text
 TailraceError
-├── ConfigError             the settings file, or a question that makes no sense
+├── ConfigError             the settings file or a request cannot be used
 │   └── RuleInvalid             a transform cannot be used on a table
 ├── TransformFailed         a transform could not be applied to a row
-├── Unsupported             a capability the chosen source or format does not have
+├── Unsupported             the chosen source or format lacks a capability
 ├── SourceError             the database
 │   ├── SourceUnreachable       no connection; retried
 │   │   └── SnapshotGone            the session that held a load's snapshot has ended
@@ -15,71 +15,72 @@ TailraceError
 │   ├── SourceRefused           wrong password, missing database, missing right
 │   ├── SourceNotReady          the server is not set up for logical replication
 │   ├── SlotBusy                another process reads our slot
-│   ├── PositionLost            the server discarded log we had not read
+│   ├── PositionLost            the server discarded log that we had not read
 │   ├── HistoryDiverged         the server's history is not the one the log was read from
 │   └── ProtocolViolation       bytes we do not understand
 ├── LogError                the change log
-│   ├── LogUnusable             missing, not writable, its disk fails
+│   ├── LogUnusable             missing, not writable, or its disk fails
 │   │   ├── LogFull                 its disk is full; retried
 │   │   └── LogUnreachable          the store that holds it does not answer; retried
 │   ├── LogBusy                 another process writes it
 │   ├── LogFenced               another writer took our commit number
 │   ├── LogForeign              it belongs to another source
-│   ├── LogTrimmed              what was asked for is no longer kept
+│   ├── LogTrimmed              the requested rows are no longer kept
 │   ├── LogGap                  changes are missing: discarded by the source unread, or not captured for a while
-│   ├── NotCaptured             tables wait for changes that nobody captures
+│   ├── NotCaptured             tables wait for changes, and no capture runs
 │   └── LogCorrupt              a checksum or an invariant does not hold
 ├── StateError              a checkpoint store or a schema history
-│   ├── StateUnusable           missing, not writable, its disk fails
+│   ├── StateUnusable           missing, not writable, or its disk fails
 │   │   └── StateFull               its disk is full; retried
 │   ├── StateBusy               another process owns it
 │   ├── StateFenced             another process took it over
-│   ├── StateForeign            what is saved there is of another source
+│   ├── StateForeign            the stored state belongs to another source
 │   ├── StateCorrupt            a file is not what was written
-│   ├── StateTrimmed            what was asked for is no longer kept
-│   └── PositionRewound         a position that does not follow the one that is saved
-├── RuntimeRefused          a runtime was asked for what does not go with its state
-│   ├── Unacknowledged          it was to stop, and something was not acknowledged
-│   └── AckRefused              a token that was used, or is of another batch or runtime
-├── RuntimeFailed           what a runtime was given to use has failed in a way nobody foresaw
+│   ├── StateTrimmed            the requested version is no longer kept
+│   └── PositionRewound         a position does not follow the saved one
+├── RuntimeRefused          a runtime cannot do the request in its current state
+│   ├── Unacknowledged          a stop was requested while a delivery was not acknowledged
+│   └── AckRefused              a token was already used, or belongs to another batch or runtime
+├── RuntimeFailed           code that a runtime was configured with failed in an unforeseen way
 ├── SinkError               a sink
-│   ├── SinkUnready             it takes nothing now; retried
-│   └── SinkRejected            it does not take some of the rows
-└── TableError              one lake table; the others go on
-    ├── SchemaChanged           the source table changed its shape
-    ├── ForeignWrite            someone else wrote to the table
-    ├── ValueUnfit              a value the column's type cannot hold
-    ├── BaseRowMissing          a partial change without the row it changes
-    ├── DeadLettersFull         more changes were set aside than are kept for one table
+│   ├── SinkUnready             it accepts nothing now; retried
+│   └── SinkRejected            it does not accept some of the rows
+└── TableError              one lake table; the others continue
+    ├── SchemaChanged           the source table's schema changed
+    ├── ForeignWrite            another program wrote to the table
+    ├── ValueUnfit              a value that the column's type cannot hold
+    ├── BaseRowMissing          a partial change without the row that it changes
+    ├── DeadLettersFull         one table has more dead letters than are kept
     ├── TableUnusable           the table's folder or format cannot be used
-    ├── FormChanged             it was made in another form than the settings say
-    ├── TableAhead              it has applied what the log does not have
-    ├── TableUnpublished        the source does not publish its changes
-    └── TableFailed             a failure nobody foresaw
+    ├── FormChanged             the table's spec is not the one in the settings
+    ├── TableAhead              the table has applied changes that the log does not have
+    ├── TableUnpublished        the source does not publish the table's changes
+    └── TableFailed             an unforeseen failure
 ```
 
-Row values and secrets never enter an error. The `code` is stable: scripts and other processes go by it. The file is
+Row values and secrets never enter an error. The `code` is stable: scripts and other processes rely on it. The file is
 longer than most because the tree is read as a whole.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import Self
 
 
 class Remedy(enum.Enum):
     """Who acts next."""
 
     RETRY = "retry"
-    """Nobody: it is tried again."""
+    """No person: the operation is retried."""
     OPERATOR = "operator"
-    """A person, who is told what to do by the hint."""
+    """A person: the hint says what to do."""
     NONE = "none"
-    """It cannot be mended: the request itself makes no sense."""
+    """Nothing can repair it: the request itself makes no sense."""
 
 
 class ExitCode(enum.IntEnum):
-    """What a command's exit status means. Documented in docs/reference/cli.md; scripts rely on it."""
+    """Meaning of a command's exit status. Documented in docs/reference/cli.md; scripts rely on it."""
 
     OK = 0
     INTERNAL = 1
@@ -93,29 +94,33 @@ class ExitCode(enum.IntEnum):
 
 
 NEW_LOG_HINT = (
-    "Run `tailrace drop FILE`, move the log's folder and the lake tables away, and run again: every table is "
-    "loaded anew."
+    "Run `tailrace drop FILE`, move the log's folder and the lake tables away, and run again: every table is reloaded."
 )
-"""The last resort: what is in the log can no longer be trusted or continued."""
+"""The last resort: the log's content can no longer be trusted or continued."""
 POSITION_LOST_HINT = (
-    "Set `load.mode: when_needed` and start again: every table is loaded anew by itself, and whoever follows the log "
-    "is told. A program with a checkpoint of its own deletes that, and reads the tables anew (`snapshot_tables`)."
+    "Set `load.mode: when_needed` and start again: every table is reloaded automatically, and readers of the "
+    "log see the gap. A program with a checkpoint of its own deletes the checkpoint and reads the tables again "
+    "(`snapshot_tables`)."
 )
 """The server discarded changes that we had not read."""
 PROGRAM_HINT = (
-    "A program with a checkpoint of its own deletes that, drops its slot (`source.drop()`), and reads the tables anew "
-    "(`snapshot_tables`)."
+    "A program with a checkpoint of its own deletes the checkpoint, drops its slot (`source.drop()`), and "
+    "reads the tables again (`snapshot_tables`)."
 )
-"""What those do whom no log keeps the place of."""
-RELOAD_TABLE_HINT = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
+"""For programs whose position is kept in no log."""
+RELOAD_TABLE_HINT = "Run `tailrace snapshot FILE TABLE`: the table is reloaded."
 
 
 class TailraceError(Exception):
-    """The root: a message, a hint that says what to do, and identifiers as fields."""
+    """Root of all errors: a message, a hint that says what to do, and identifiers as fields.
+
+    `option_hint` says the same for a reader who uses the options of `format("cdc")` and has no settings file.
+    """
 
     code = "error"
     remedy = Remedy.NONE
     exit_code = ExitCode.INTERNAL
+    option_hint = ""
 
     def __init__(self, message: str, *, hint: str = "", **fields: object) -> None:
         self.message = message
@@ -130,20 +135,27 @@ class TailraceError(Exception):
 
     @property
     def headline(self) -> str:
-        """The message and its fields, without hint or code: what follows `error:`."""
+        """The message and its fields, without hint or code: the text after `error:`."""
         named = ", ".join(f"{name}={value}" for name, value in self.fields.items())
         return f"{self.message} ({named})" if named else self.message
 
+    def with_option_hint(self, hint: str) -> Self:
+        """Set the hint for a reader who has options and no settings file, and return the error."""
+        self.option_hint = hint
+        return self
+
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.message, self.hint, self.fields)
+        return _rebuild, (type(self), self.message, self.hint, self.option_hint, self.fields)
 
 
-def _rebuild(kind: type[TailraceError], message: str, hint: str, fields: dict[str, object]) -> TailraceError:
-    return kind(message, hint=hint, **fields)
+def _rebuild(
+    kind: type[TailraceError], message: str, hint: str, option_hint: str, fields: dict[str, object]
+) -> TailraceError:
+    return kind(message, hint=hint, **fields).with_option_hint(option_hint)
 
 
 class ConfigError(TailraceError):
-    """The settings, or the question asked, cannot be used."""
+    """The settings or the request cannot be used."""
 
     code = "config-invalid"
     remedy = Remedy.OPERATOR
@@ -157,7 +169,7 @@ class RuleInvalid(ConfigError):
 
 
 class TransformFailed(TailraceError):
-    """A transform's rule could not be applied to a row, which is not let through."""
+    """A transform's rule could not be applied to a row; the row is not passed on."""
 
     code = "transform-failed"
     remedy = Remedy.OPERATOR
@@ -172,7 +184,7 @@ class Unsupported(TailraceError):
 
 
 class SourceError(TailraceError):
-    """Something about the database."""
+    """An error of the database."""
 
     code = "source-error"
     remedy = Remedy.OPERATOR
@@ -180,7 +192,7 @@ class SourceError(TailraceError):
 
 
 class SourceUnreachable(SourceError):
-    """No connection, or it broke."""
+    """No connection, or the connection broke."""
 
     code = "source-unreachable"
     remedy = Remedy.RETRY
@@ -200,20 +212,20 @@ class SourceSlow(SourceError):
 
 
 class SourceRewritten(SourceError):
-    """A table was rewritten, truncated or given another shape while it was being read."""
+    """A table was rewritten, truncated or its schema changed while it was being read."""
 
     code = "source-rewritten"
     remedy = Remedy.RETRY
 
 
 class SourceTableMissing(SourceError):
-    """The source does not have the table: it was dropped, renamed, or never there."""
+    """The source does not have the table: it was dropped or renamed, or never existed."""
 
     code = "source-table-missing"
 
 
 class SourceRefused(SourceError):
-    """The server answered, and said no."""
+    """The server answered and refused."""
 
     code = "source-refused"
 
@@ -225,7 +237,7 @@ class SourceNotReady(SourceError):
 
 
 class SlotBusy(SourceError):
-    """Another process is reading our slot; after a broken connection, often our own predecessor for a while."""
+    """Another process reads our slot. After a broken connection it is often our own predecessor, for a while."""
 
     code = "slot-busy"
     remedy = Remedy.RETRY
@@ -233,25 +245,25 @@ class SlotBusy(SourceError):
 
 
 class PositionLost(SourceError):
-    """The server discarded log we had not read yet."""
+    """The server discarded log that we had not read yet."""
 
     code = "position-lost"
 
 
 class HistoryDiverged(SourceError):
-    """The server's history branched off before our position: the log holds what never happened there."""
+    """The server's history branched off before our position. The log holds changes that never happened there."""
 
     code = "history-diverged"
 
 
 class ProtocolViolation(SourceError):
-    """The server sent bytes that mean nothing to us."""
+    """The server sent bytes that we do not understand."""
 
     code = "protocol-violation"
 
 
 class LogError(TailraceError):
-    """Something about the change log."""
+    """An error of the change log."""
 
     code = "log-error"
     remedy = Remedy.OPERATOR
@@ -286,7 +298,7 @@ class LogBusy(LogError):
 
 
 class LogFenced(LogError):
-    """Another writer has committed the number we were about to write."""
+    """Another writer has committed the number that we were about to write."""
 
     code = "log-fenced"
     exit_code = ExitCode.BUSY
@@ -299,20 +311,22 @@ class LogForeign(LogError):
 
 
 class LogTrimmed(LogError):
-    """Rows that were asked for are no longer kept in the log."""
+    """The requested rows are no longer kept in the log."""
 
     code = "log-trimmed"
 
 
 class LogGap(LogError):
-    """Changes are missing between two commits: the source had discarded them before they were read, or a table was not
-    captured for a while."""
+    """Changes are missing between two commits.
+
+    The source had discarded them before they were read, or a table was not captured for a while.
+    """
 
     code = "log-gap"
 
 
 class NotCaptured(LogError):
-    """Tables wait for changes that nobody captures."""
+    """Tables wait for changes, and no capture runs."""
 
     code = "not-captured"
 
@@ -324,7 +338,7 @@ class LogCorrupt(LogError):
 
 
 class StateError(TailraceError):
-    """Something about a checkpoint store or a schema history."""
+    """An error of a checkpoint store or a schema history."""
 
     code = "state-error"
     remedy = Remedy.OPERATOR
@@ -332,86 +346,88 @@ class StateError(TailraceError):
 
 
 class StateUnusable(StateError):
-    """Its folder is missing or not writable, or its disk fails."""
+    """The store's folder is missing or not writable, or its disk fails."""
 
     code = "state-unusable"
 
 
 class StateFull(StateUnusable):
-    """There is no room for it: the disk is full, or a quota is used up."""
+    """There is no room for the state: the disk is full, or a quota is used up."""
 
     code = "state-full"
     remedy = Remedy.RETRY
 
 
 class StateBusy(StateError):
-    """Another process owns it, or one on another host that did not say that it has ended."""
+    """Another process owns the state, or one on another host that did not record its end."""
 
     code = "state-busy"
     exit_code = ExitCode.BUSY
 
 
 class StateFenced(StateError):
-    """Another process took it over from this one."""
+    """Another process took the state over from this one."""
 
     code = "state-fenced"
     exit_code = ExitCode.BUSY
 
 
 class StateForeign(StateError):
-    """What is saved under this key is of another source, or counts in other positions."""
+    """The state stored under this key belongs to another source, or uses another position type."""
 
     code = "state-foreign"
 
 
 class StateCorrupt(StateError):
-    """A file is not what was written, or not of a format that this version knows. It is never taken for none."""
+    """A file is not what was written, or has an unknown format. It is never taken for an empty state."""
 
     code = "state-corrupt"
 
 
 class StateTrimmed(StateError):
-    """A version of a table's shape that is no longer kept."""
+    """The requested version of a table's schema is no longer kept."""
 
     code = "state-trimmed"
 
 
 class PositionRewound(StateError):
-    """A position that does not follow the one that is saved: what lies between would come twice, or never."""
+    """A position does not follow the saved one: the changes between would arrive twice, or never."""
 
     code = "position-rewound"
 
 
 class RuntimeRefused(TailraceError):
-    """A runtime was asked for something that does not go with its state."""
+    """A runtime cannot do what was requested in its current state."""
 
     code = "runtime-refused"
     exit_code = ExitCode.CONFIG
 
 
 class Unacknowledged(RuntimeRefused):
-    """It was to stop while something that was handed out, or given to it, was not acknowledged."""
+    """A stop was requested while a delivered batch or an injected change was not acknowledged."""
 
     code = "unacknowledged"
     remedy = Remedy.OPERATOR
 
 
 class AckRefused(RuntimeRefused):
-    """The token was used before, or is not that of the batch under way. Nothing was acknowledged."""
+    """The token was already used, or does not belong to the batch under way. Nothing was acknowledged."""
 
     code = "ack-refused"
 
 
 class RuntimeFailed(TailraceError):
-    """A function, store, source or sink that a runtime uses has raised what is none of our errors. It is told to
-    observers, and stands in the verdict; what is raised is the failure itself, which is its cause."""
+    """A function, store, source or sink that a runtime uses has raised an error that is not ours.
+
+    Observers and the verdict get this error. The runtime raises the original failure itself, which is its cause.
+    """
 
     code = "runtime-failed"
     remedy = Remedy.OPERATOR
 
 
 class SinkError(TailraceError):
-    """Something about a sink; nothing that it was given counts as delivered."""
+    """An error of a sink; nothing of what it received counts as delivered."""
 
     code = "sink-error"
     remedy = Remedy.OPERATOR
@@ -419,20 +435,20 @@ class SinkError(TailraceError):
 
 
 class SinkUnready(SinkError):
-    """It takes nothing for the moment."""
+    """The sink accepts nothing for the moment."""
 
     code = "sink-unready"
     remedy = Remedy.RETRY
 
 
 class SinkRejected(SinkError):
-    """It does not take some of the rows, and nobody was named to set them aside."""
+    """The sink does not accept some of the rows, and no handler for rejected rows is configured."""
 
     code = "sink-rejected"
 
 
 class TableError(TailraceError):
-    """Something about one lake table; the others go on."""
+    """An error of one lake table; the others continue."""
 
     code = "table-error"
     remedy = Remedy.OPERATOR
@@ -440,7 +456,7 @@ class TableError(TailraceError):
 
 
 class SchemaChanged(TableError):
-    """The source table changed its shape, and the settings say to stop, or only a load brings what it has now."""
+    """The source table's schema changed, and a policy says to stop or only a reload can follow the change."""
 
     code = "schema-changed"
 
@@ -452,7 +468,7 @@ class ForeignWrite(TableError):
 
 
 class ValueUnfit(TableError):
-    """A value that the column's type cannot hold; it is kept, as text, in the log."""
+    """A value that the column's type cannot hold; the log keeps it as text."""
 
     code = "value-unfit"
 
@@ -464,7 +480,7 @@ class BaseRowMissing(TableError):
 
 
 class DeadLettersFull(TableError):
-    """More changes of one table could not be applied than are set aside: the table needs a person, not a row."""
+    """One table has more dead letters than are kept: the table needs a person, not a single row."""
 
     code = "dead-letters-full"
 
@@ -476,7 +492,7 @@ class TableUnusable(TableError):
 
 
 class FormChanged(TableError):
-    """The table was made in another form than the settings ask for now."""
+    """The table was created with another spec than the settings ask for now."""
 
     code = "form-changed"
 
@@ -495,19 +511,19 @@ class TableUnpublished(TableError):
 
 
 class TableFailed(TableError):
-    """A failure that nobody foresaw; it is tried again, and the others go on."""
+    """An unforeseen failure; it is retried, and the other tables continue."""
 
     code = "unexpected"
     remedy = Remedy.RETRY
 
 
 def _tree(root: type[TailraceError]) -> dict[str, type[TailraceError]]:
-    found = {root.code: root}
+    classes = {root.code: root}
     for child in root.__subclasses__():
-        found.update(_tree(child))
-    return found
+        classes.update(_tree(child))
+    return classes
 
 
 def error_class(code: str) -> type[TailraceError]:
-    """The class a code stands for; the root for one that this version does not know."""
+    """Return the class of a code; the root for a code that this version does not know."""
     return _tree(TailraceError).get(code, TailraceError)

@@ -22,8 +22,8 @@ from tailrace.tables.evolve.carry_over import carry_over
 from tailrace.tables.evolve.recast_columns import plan_columns
 from tailrace.tables.evolve.schema_plan import ParseValue, Recast, ReloadNeeded, column_of, plan_evolution
 from tailrace.tables.fold.by_mode import recast_for_spec
+from tailrace.tables.schema_errors import RELOAD_HINT
 from tailrace.tables.spec import TableMode, TableSpec
-from tailrace.tables.table_errors import RELOAD_HINT
 
 COMPARED, ADDED_AGAIN = "keep the past, and write what differs", "keep the past, and add every row as `read`"
 """How a load lands in a table that keeps the past."""

@@ -1,14 +1,17 @@
-"""The one layer that all files of the log go through, on a disk (`pathlib.Path`) or in an object store (`ObjectPath`).
+"""Read and write the files of a log, on a disk or in an object store.
 
-Files appear whole or not at all. What that takes on a disk `tailrace.storage.local` knows: a file is written aside,
-made durable, then linked to its name, which is a compare-and-swap. In an object store what is written aside waits in
-memory, and publishing it is a put that fails if the name is taken; there are no folders, nothing needs syncing, and
-`objects.py` says what an answer that was lost means. An error of the file system or the store becomes an error of the
-log, which says what to do.
+This is the one layer that all files of the log go through. A path is a `pathlib.Path` or an `ObjectPath`. Files appear
+whole or not at all. An error of the file system or the store becomes an error of the log that says what to do.
 
-Both kinds have of `pathlib.Path` what only reads and names: `/`, `name`, `read_bytes`, `exists`, `iterdir`, `glob`,
-`unlink`. Everything that must be durable, or that must happen once, is a function here: this is the one place where
-the two kinds differ."""
+On a disk `tailrace.storage.local` does that: it writes a temporary file, makes it durable, then links it to its name,
+which is a compare-and-swap. In an object store the content waits in memory until it is published. Publishing is a put
+that fails if the name is taken. There are no folders, nothing needs syncing, and `objects.py` says what a lost answer
+means.
+
+Both kinds share the methods of `pathlib.Path` that only read and name: `/`, `name`, `read_bytes`, `exists`, `iterdir`,
+`glob`, `unlink`. Everything that must be durable, or that must happen once, is a function here. Only this module knows
+where the two kinds differ.
+"""
 
 from __future__ import annotations
 
@@ -36,27 +39,38 @@ if TYPE_CHECKING:
 LogPath = Path | ObjectPath
 """A file or folder of the log, wherever the log is."""
 FileStamp = tuple[int, int] | ObjectMeta
-"""What tells one content of a name from the next."""
+"""A value that differs between one content of a name and the next."""
 
 _HINTS = {
-    errno.ELOOP: "A link stands where a file of ours should be: remove it.",
-    errno.ENOSPC: "Free space on that disk; capture goes on where it stopped, nothing is lost.",
-    errno.EDQUOT: "Raise the quota or free space; capture goes on where it stopped, nothing is lost.",
-    errno.EROFS: "The file system is read-only: mount it writable, or set `log:` to another folder.",
+    errno.ELOOP: "Remove the link: we expect a plain file there.",
+    errno.ENOSPC: "Free space on that disk. Capture then continues where it stopped; nothing is lost.",
+    errno.EDQUOT: "Raise the quota or free space. Capture then continues where it stopped; nothing is lost.",
+    errno.EROFS: "Mount the file system writable, or set `log:` to another folder.",
     errno.EACCES: "Give this user the right to write there, or set `log:` to another folder.",
     errno.EPERM: "Give this user the right to write there, or set `log:` to another folder.",
-    errno.EIO: "The disk failed: look at the kernel's log. What was not written is captured again.",
+    errno.EIO: "Look at the kernel's log: the disk failed. What was not written is captured again.",
     errno.EFBIG: "Raise the limit of a file's size (`ulimit -f`), or set `log:` to another file system.",
     errno.EMFILE: "Raise the limit of open files (`ulimit -n`) and start again.",
-    errno.ENOENT: "Start `tailrace run` or `tailrace capture` first; they make the log.",
-    errno.ENOTDIR: "A file stands where the log's folder should be: set `log:` to another folder.",
+    errno.ENOENT: "Start `tailrace run` or `tailrace capture` first: they create the log.",
+    errno.ENOTDIR: "Set `log:` to another folder: this path is a file.",
 }
+_OPTION_HINTS = {
+    errno.EROFS: "Mount the file system writable, or give the option `log` another folder.",
+    errno.EACCES: "Give this user the right to write there, or give the option `log` another folder.",
+    errno.EPERM: "Give this user the right to write there, or give the option `log` another folder.",
+    errno.EFBIG: "Raise the limit of a file's size (`ulimit -f`), or give the option `log` another file system.",
+    errno.ENOTDIR: "Give the option `log` another folder: this path is a file.",
+}
+"""The same hints for users of the `format("cdc")` options, who have no settings file."""
 STORE_ERRORS = (StoreUnreachable, StoreRefused)
-"""Says nothing of the file that was asked for: whoever takes one that cannot be read for none must not take this so."""
+"""Errors that say nothing about the file itself.
+
+Code that treats an unreadable file as absent must not do so for these.
+"""
 
 
 class _ObjectDurabilityUnknown(DurabilityUnknown):
-    """It may have been done, or may yet be: a request that is under way cannot be called back."""
+    """The put may be done or may yet be done: a request under way cannot be withdrawn."""
 
     def __init__(self, error: StoreUnreachable, path: ObjectPath) -> None:
         super().__init__(error.args[0])
@@ -64,7 +78,7 @@ class _ObjectDurabilityUnknown(DurabilityUnknown):
 
 
 class UnsentObject:
-    """What is written aside on the way into an object store."""
+    """The content of an object that has not been put yet."""
 
     def __init__(self) -> None:
         self.content = b""
@@ -73,23 +87,24 @@ class UnsentObject:
 TempFile = Path | UnsentObject
 
 
-def parse_log_path(
-    given: Path | ObjectPath | str, *, endpoint: str | None = None, region: str | None = None
-) -> LogPath:
-    """A folder's path, or `s3://bucket/prefix`; whatever else the store needs comes from the environment."""
-    if isinstance(given, str) and "://" in given:
-        return ObjectPath.parse(given, endpoint=endpoint, region=region)
-    return given if isinstance(given, ObjectPath) else require_folder(given, "the log")
+def parse_log_path(path: Path | ObjectPath | str, *, endpoint: str | None = None, region: str | None = None) -> LogPath:
+    """Return the path of a folder, or of `s3://bucket/prefix`.
+
+    Everything else that the store needs is in the environment.
+    """
+    if isinstance(path, str) and "://" in path:
+        return ObjectPath.parse(path, endpoint=endpoint, region=region)
+    return path if isinstance(path, ObjectPath) else require_folder(path, "the log")
 
 
 def is_remote(path: LogPath) -> bool:
-    """Whether every look costs a request."""
+    """Return true if every look costs a request."""
     return isinstance(path, ObjectPath)
 
 
 @contextmanager
 def explain_errors(path: LogPath) -> Iterator[None]:
-    """Turn an error of the operating system or the store about the log into one with a remedy."""
+    """Turn an error of the system or the store into one with a remedy."""
     try:
         yield
     except FileExistsError:
@@ -100,7 +115,7 @@ def explain_errors(path: LogPath) -> Iterator[None]:
 
 @contextmanager
 def explain_store_errors(path: LogPath) -> Iterator[None]:
-    """The same of the store's errors alone."""
+    """Turn an error of the store alone into one with a remedy."""
     try:
         yield
     except STORE_ERRORS as error:
@@ -108,33 +123,36 @@ def explain_store_errors(path: LogPath) -> Iterator[None]:
 
 
 def explained_error(error: OSError, path: LogPath) -> LogUnusable:
-    """The error with its remedy."""
-    named = error.filename or path
+    """Return the error with its remedy."""
+    file = error.filename or path
     if isinstance(error, _ObjectDurabilityUnknown):
         return LogUnusable(
             f"the log cannot be used: what was written may not be durable: {local.system_message(error)}",
-            path=named,
+            path=file,
             hint="Look at the network and at the store, then start again: nothing is lost.",
         )
     if isinstance(error, StoreUnreachable):
         return LogUnreachable(
             f"the log cannot be reached: {local.system_message(error)}",
-            path=named,
+            path=file,
             hint="Look at the network, the store and its address (`log.endpoint`, `logEndpoint`, or AWS_ENDPOINT_URL).",
         )
     if isinstance(error, StoreRefused):
         return LogUnusable(
             f"the log cannot be used: {local.system_message(error)}",
-            path=named,
+            path=file,
             hint="Look at the bucket's name and at the credentials in the environment (AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or the machine's role), and at what they may do there.",
         )
-    return local.explained_error(error, path, "the log", LogUnusable, LogFull, _HINTS)
+    return local.explained_error(error, path, "the log", LogUnusable, LogFull, _HINTS, _OPTION_HINTS)
 
 
 @contextmanager
 def explain_errors_but_missing(path: LogPath) -> Iterator[None]:
-    """The same, but a file that is not there stays FileNotFoundError: the caller knows where else to look."""
+    """Turn errors into ones with a remedy, except FileNotFoundError.
+
+    The caller knows where else to look for a missing file.
+    """
     try:
         with explain_errors(path):
             yield
@@ -145,14 +163,14 @@ def explain_errors_but_missing(path: LogPath) -> Iterator[None]:
 
 
 def make_folder(path: LogPath) -> None:
-    """The folder and those above it, durable, also where somebody else has just made one."""
+    """Create the folder and those above it, durably; another process may have just created them."""
     if isinstance(path, Path):
         with explain_errors(path):
             local.make_folder(path)
 
 
 def file_exists(path: LogPath) -> bool:
-    """Whether there is such a file. Not being allowed to look is an error, not a no."""
+    """Return true if there is such a file. A look that is not permitted is an error."""
     if isinstance(path, Path):
         return local.file_exists(path)
     try:
@@ -167,7 +185,10 @@ def temp_path(path: Path) -> Path: ...
 @overload
 def temp_path(path: LogPath) -> TempFile: ...
 def temp_path(path: LogPath) -> TempFile:
-    """A name beside the file that no other writer uses, on this host or another; in a store there is none."""
+    """Return a temporary name next to the file that no other writer uses.
+
+    That holds on every host. In a store there is no temporary file: the content waits in memory.
+    """
     return local.temp_path(path) if isinstance(path, Path) else UnsentObject()
 
 
@@ -192,7 +213,10 @@ def write_temp(path: TempFile, parts: Sequence[bytes | memoryview]) -> None:
 
 
 def write_new(path: LogPath, parts: Sequence[bytes | memoryview]) -> None:
-    """A file under a name that nobody else uses, its bytes durable; on a disk its name is not yet."""
+    """Write durable bytes under a name that only the caller uses.
+
+    On a disk the name itself is not durable yet.
+    """
     if isinstance(path, Path):
         local.write_temp(path, parts)
     else:
@@ -200,7 +224,7 @@ def write_new(path: LogPath, parts: Sequence[bytes | memoryview]) -> None:
 
 
 def remove(path: LogPath | UnsentObject) -> None:
-    """Take back a file that nobody was told of; one that stays is swept later."""
+    """Remove a file that no process knows of; one that remains is swept later."""
     if isinstance(path, Path):
         local.remove(path)
     elif isinstance(path, ObjectPath):
@@ -208,28 +232,31 @@ def remove(path: LogPath | UnsentObject) -> None:
             path.unlink(missing_ok=True)
 
 
-def publish(aside: TempFile, path: LogPath) -> None:
-    """Give the file its name, unless that name is taken (FileExistsError), and make that durable (or Doubtful)."""
-    if isinstance(aside, Path) and isinstance(path, Path):
-        local.publish(aside, path)
+def publish(temp: TempFile, path: LogPath) -> None:
+    """Give the content its name and make that durable.
+
+    Raise FileExistsError if the name is taken, and DurabilityUnknown if the name may not be durable.
+    """
+    if isinstance(temp, Path) and isinstance(path, Path):
+        local.publish(temp, path)
         return
-    assert isinstance(aside, UnsentObject), "made by aside_of"
-    assert isinstance(path, ObjectPath), "where aside_of was asked"
+    assert isinstance(temp, UnsentObject), "made by temp_path"
+    assert isinstance(path, ObjectPath), "as temp_path was called"
     try:
-        objects.put_new(path, aside.content)
+        objects.put_new(path, temp.content)
     except StoreUnreachable as error:
         raise _ObjectDurabilityUnknown(error, path) from error
 
 
 def create(path: LogPath, content: bytes) -> None:
-    """A new durable file with this content; FileExistsError if there is one."""
-    aside = temp_path(path)
-    write_temp(aside, [content])
-    publish(aside, path)
+    """Create a durable file with this content; raise FileExistsError if there is one."""
+    temp = temp_path(path)
+    write_temp(temp, [content])
+    publish(temp, path)
 
 
 def replace_durably(path: LogPath, content: bytes) -> None:
-    """Put this content under the name, whatever stood there, so that a crash leaves the one or the other."""
+    """Replace the file's content, so that a crash leaves the old or the new one."""
     if isinstance(path, Path):
         local.replace_durably(path, content)
     else:
@@ -237,8 +264,11 @@ def replace_durably(path: LogPath, content: bytes) -> None:
 
 
 def compare_and_swap(path: LogPath, content: bytes, before: FileStamp | None) -> None:
-    """The same, but in a store only in place of what was stamped so, or of nothing: FileExistsError if another was
-    quicker. On a disk it is the lock of whoever writes such a file that keeps the others out."""
+    """Replace the file's content if it still has the stamp `before`.
+
+    In a store it replaces only what had this stamp (None: nothing), and raises FileExistsError if another writer was
+    quicker. On a disk it always replaces: the lock of the file's writer keeps the others out.
+    """
     if isinstance(path, Path):
         local.replace_durably(path, content)
     else:
@@ -247,73 +277,85 @@ def compare_and_swap(path: LogPath, content: bytes, before: FileStamp | None) ->
 
 @contextmanager
 def refuse_second_writer(path: LogPath) -> Iterator[None]:
-    """Whoever finds that another was quicker is no longer the one to write such a file."""
+    """Turn FileExistsError into LogFenced.
+
+    A writer that finds that another was quicker is no longer the one to write such a file.
+    """
     try:
         yield
     except FileExistsError as error:
         raise LogFenced(
             "another process has written this file since we read it",
             path=path,
-            hint="Stop one of the two processes that keep this log, then start again.",
+            hint="Stop one of the two processes that write this log, then start again.",
         ) from error
 
 
 def make_durable(path: LogPath) -> None:
-    """Make a file durable under its name, whatever became of earlier tries. What can be seen in a store is."""
+    """Make a file durable under its name, even if earlier tries failed.
+
+    In a store every visible object is durable.
+    """
     if isinstance(path, Path):
         local.make_durable(path)
 
 
 def replace(path: LogPath, content: bytes) -> None:
-    """Put this content under the name, whatever stood there. For notes that no correctness hangs on."""
+    """Replace the file's content without durability, for notes that no correctness depends on."""
     if isinstance(path, Path):
         local.replace(path, content)
     else:
         path.write_bytes(content)
 
 
-# Files that are too large to be held: written to a local one first.
+# Files too large for memory: written to a local file first.
 
 
 def scratch_folder(folder: LogPath) -> Path:
-    """Where the files are written that will come into a folder: there, or beside, if it is in a store."""
+    """Return the folder where files for `folder` are written first.
+
+    It is the folder itself on a disk, and a local one for a store.
+    """
     if isinstance(folder, Path):
         return folder
     name = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-    found = Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}-objects" / name
-    found.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return found
+    scratch = Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}-objects" / name
+    scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return scratch
 
 
-def put_file(aside: Path, path: LogPath) -> None:
-    """Give a file from the scratch folder its name, which nobody else uses. On a disk its folder is not synced."""
+def put_file(file: Path, path: LogPath) -> None:
+    """Move a file from the scratch folder to a name that only the caller uses.
+
+    On a disk the target's folder is not synced.
+    """
     if isinstance(path, ObjectPath):
         try:
-            objects.put_file(path, aside)
+            objects.put_file(path, file)
         finally:
-            remove(aside)
+            remove(file)
     else:
-        sync_file(aside)
-        os.replace(aside, path)
+        sync_file(file)
+        os.replace(file, path)
 
 
 # Looking.
 
 
 def relative_name(folder: LogPath, path: LogPath) -> str:
-    """The path of a file within a folder that holds it, with `/`."""
+    """Return the path of a file within a folder that holds it, with `/`."""
     return str(path)[len(str(folder)) + 1 :] if is_remote(path) else Path(str(path)).relative_to(str(folder)).as_posix()
 
 
 def read_stamp(path: LogPath) -> FileStamp | None:
-    """Another one when the file has been replaced; None if there is none."""
+    """Return a stamp that changes when the file is replaced; None if there is no file."""
     try:
         if isinstance(path, ObjectPath):
             return path.meta()
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return None
-    return (found.st_mtime_ns, found.st_ino)
+    return (status.st_mtime_ns, status.st_ino)
 
 
 def size_of(path: LogPath) -> int:
@@ -321,46 +363,55 @@ def size_of(path: LogPath) -> int:
 
 
 def modified_at(path: LogPath) -> float:
-    """When it was written, in seconds since 1970; in a store by the store's own clock."""
+    """Return the time of the last write, in seconds since 1970.
+
+    In a store that is the store's own clock.
+    """
     return path.meta().modified_ns / 1e9 if isinstance(path, ObjectPath) else os.stat(path).st_mtime
 
 
 def list_names(folder: LogPath) -> list[str]:
-    """What is in a folder; FileNotFoundError if there is none, but in a store nothing tells that from an empty one."""
+    """Return the names in a folder; raise FileNotFoundError if there is no folder.
+
+    In a store a missing folder looks like an empty one.
+    """
     return [path.name for path in folder.iterdir()] if isinstance(folder, ObjectPath) else os.listdir(folder)
 
 
 def log_file_named(log: LogPath, path: str) -> LogPath:
-    """The file of the log that an error names."""
+    """Return the file of the log that an error names."""
     return log / path[len(str(log)) + 1 :] if is_remote(log) else Path(path)
 
 
 def matching_files(folder: LogPath, pattern: str) -> list[LogPath]:
-    """What a pattern finds in a folder, in the order of names."""
-    found: list[LogPath] = list(folder.glob(pattern))
-    return sorted(found, key=str)
+    """Return the paths in a folder that match a pattern, in the order of names."""
+    paths: list[LogPath] = list(folder.glob(pattern))
+    return sorted(paths, key=str)
 
 
 def file_sizes(folder: LogPath, after: str | None = None) -> dict[LogPath, int]:
-    """Every file below, and its bytes; of those directly in it only the names after one, if that is given."""
+    """Return the size of every file below the folder.
+
+    With `after`, entries directly in the folder count only if their names are greater.
+    """
     if isinstance(folder, ObjectPath):
         return {path: meta.size for path, meta in folder.walk(after)}
-    found: dict[LogPath, int] = {}
+    sizes: dict[LogPath, int] = {}
     for below, folders, inside in os.walk(folder):
         if after is not None and below == str(folder):
             folders[:] = [name for name in folders if name > after]
             inside = [name for name in inside if name > after]
         for name in inside:
-            with suppress(FileNotFoundError):  # written aside, sealed or trimmed meanwhile
-                found[Path(below, name)] = os.lstat(os.path.join(below, name)).st_size
-    return found
+            with suppress(FileNotFoundError):  # a temporary file, or sealed or trimmed meanwhile
+                sizes[Path(below, name)] = os.lstat(os.path.join(below, name)).st_size
+    return sizes
 
 
 # Reading.
 
 
 def read_start(path: LogPath, size: int) -> tuple[bytes, int]:
-    """The first bytes of a file, at most so many, and how many it has."""
+    """Return at most the first `size` bytes of a file, and the file's size."""
     if isinstance(path, ObjectPath):
         return objects.read_start(path, size)
     with path.open("rb", buffering=0) as file:
@@ -368,12 +419,12 @@ def read_start(path: LogPath, size: int) -> tuple[bytes, int]:
 
 
 def open_for_reading(path: LogPath) -> BinaryIO:
-    """A file to be read from its beginning on."""
+    """Open a file to read it from its beginning."""
     return io.BytesIO(path.read_bytes()) if isinstance(path, ObjectPath) else path.open("rb")
 
 
 def read_range(path: LogPath, begin: int, size: int) -> bytes:
-    """So many bytes from a place on; fewer at the end."""
+    """Return `size` bytes from `begin`; fewer at the end."""
     if isinstance(path, ObjectPath):
         return objects.read_range(path, begin, size)
     with path.open("rb", buffering=0) as file:
@@ -382,7 +433,7 @@ def read_range(path: LogPath, begin: int, size: int) -> bytes:
 
 
 def read_view(path: LogPath) -> memoryview:
-    """All bytes of a file, which the kernel brings in as they are looked at."""
+    """Return all bytes of a file; the kernel loads them on access."""
     if isinstance(path, ObjectPath):
         return objects.view(path)
     with path.open("rb") as file:
@@ -391,33 +442,33 @@ def read_view(path: LogPath) -> memoryview:
 
 
 def cached_view(path: ObjectPath) -> memoryview:
-    """The same of an object that never changes; it is kept at hand, and not fetched again."""
+    """Return all bytes of an object that never changes, from the cache if possible."""
     return objects.object_cache.view(path)
 
 
 def arrow_source(path: LogPath) -> Path | pa.BufferReader:
-    """What Arrow reads a file from that never changes."""
+    """Return a source for Arrow to read a file that never changes."""
     return _buffer(cached_view(path)) if isinstance(path, ObjectPath) else path
 
 
 def arrow_file(path: LogPath) -> pa.NativeFile:
-    """What Arrow reads any other file from, as it is now."""
+    """Return a source for Arrow to read any other file, as it is now."""
     import pyarrow as pa
 
     return _buffer(read_view(path)) if isinstance(path, ObjectPath) else pa.memory_map(str(path))
 
 
-def _buffer(found: memoryview) -> pa.BufferReader:
+def _buffer(view: memoryview) -> pa.BufferReader:
     import pyarrow as pa
 
-    return pa.BufferReader(pa.py_buffer(found))
+    return pa.BufferReader(pa.py_buffer(view))
 
 
 # Removing.
 
 
 def delete_all(paths: Collection[LogPath]) -> None:
-    """Remove files and folders, in any order; those that are gone already are none."""
+    """Remove files and folders in any order; missing ones are no error."""
     remote = [path for path in paths if isinstance(path, ObjectPath)]
     for path in paths:
         if isinstance(path, Path):
@@ -430,12 +481,15 @@ def delete_all(paths: Collection[LogPath]) -> None:
 
 
 def deletable_parts(folder: LogPath) -> list[LogPath]:
-    """What must go for a folder to go: in a store there is none, only what is in it."""
+    """Return what to delete so that a folder disappears.
+
+    In a store there are no folders, only their objects.
+    """
     return [path for path, _ in folder.walk()] if isinstance(folder, ObjectPath) else [folder]
 
 
 def append(path: LogPath, content: bytes) -> None:
-    """Put this behind what a file has, which one process alone writes; in a store it is put there as a whole."""
+    """Append to a file that one process alone writes; a store puts the whole again."""
     if isinstance(path, ObjectPath):
         before = b""
         with suppress(FileNotFoundError):
@@ -447,7 +501,7 @@ def append(path: LogPath, content: bytes) -> None:
 
 
 def delete_folder(folder: LogPath) -> None:
-    """Remove a folder and all that is in it; whatever stays is swept later."""
+    """Remove a folder and everything in it; what remains is swept later."""
     with suppress(OSError):
         if isinstance(folder, ObjectPath):
             objects.delete([path for path, _ in folder.walk()])

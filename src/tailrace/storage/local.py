@@ -1,10 +1,11 @@
-"""Files that appear whole or not at all: written aside, made durable, then given their name.
+"""Write files that appear whole or not at all.
 
-`link(2)` fails if the name is taken, so publishing a file is a compare-and-swap; `rename` overwrites, and is for what
-has one owner. An error of the file system becomes an error that says what to do.
+A file is written to a temporary name, made durable, and then given its own name. `link(2)` fails if the name is taken,
+so publishing a file is a compare-and-swap. `rename` overwrites, and is for files with one owner. An error of the file
+system becomes an error that says what to do.
 
-An fsync that failed is never tried again on the same bytes: the kernel may have counted them as written and let
-go of them, and would say yes. What is to be made durable after that is written anew (`write_aside`, `renew`).
+A failed fsync is never repeated on the same bytes: the kernel may have marked them as written and dropped them, and
+would then report success. Bytes that must become durable after that are written again (`write_temp`, `make_durable`).
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from tailrace.errors import TailraceError
 
 _PARTS_AT_ONCE = 1024
-"""The kernel takes no more in one call."""
+"""The kernel takes no more parts in one call."""
 _COPIED_BYTES_MAX = 1 << 20
 _TOKEN, _NUMBERS = uuid.uuid4().hex, itertools.count()
 _Error = TypeVar("_Error", bound=TailraceError)
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-"""How a system says that there is no room."""
+"""Error numbers that mean there is no room."""
 
 
 class DurabilityUnknown(OSError):
-    """A file has its name, but whether it keeps it through a crash of the machine is not known."""
+    """A file has its name, but may lose it in a crash of the machine."""
 
 
 @contextmanager
@@ -47,9 +49,18 @@ def explain_errors(
 
 
 def explained_error(
-    error: OSError, path: object, what: str, unusable: type[_Error], full: type[_Error], hints: Mapping[int, str]
+    error: OSError,
+    path: object,
+    what: str,
+    unusable: type[_Error],
+    full: type[_Error],
+    hints: Mapping[int, str],
+    option_hints: Mapping[int, str] = MappingProxyType({}),
 ) -> _Error:
-    """The error with its remedy. The path is named where the system names none."""
+    """Return the error with its remedy.
+
+    The path is used where the system names none.
+    """
     if isinstance(error, DurabilityUnknown):
         return unusable(
             f"{what} cannot be used: what was written may not be durable: {system_message(error)}",
@@ -61,38 +72,41 @@ def explained_error(
         f"{what} cannot be used: {system_message(error)}",
         path=error.filename or path,
         hint=hints.get(error.errno or 0, "Look at the disk and the folder's permissions."),
-    )
+    ).with_option_hint(option_hints.get(error.errno or 0, ""))
 
 
 def system_message(error: OSError) -> str:
-    """In the system's own words; libraries put theirs around them."""
+    """Return the system's own text, without what libraries put around it."""
     return os.strerror(error.errno) if error.errno else str(error.args[0] if error.args else error)
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """The folder and those above it, durable, also where somebody else has just made one. The mode is the folder's."""
+    """Create the folder and those above it, durably; `mode` is the folder's own.
+
+    Another process may have created any of them just before.
+    """
     missing = [path]
     while not file_exists(missing[-1].parent):
         missing.append(missing[-1].parent)
     for folder in reversed(missing):
-        made = True
+        created = True
         try:
             folder.mkdir(mode if folder == path else 0o777)
         except FileExistsError as error:
-            made = False
+            created = False
             if not folder.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
         try:
             sync_folder(folder.parent)
         except BaseException:
-            if made:
+            if created:
                 with suppress(OSError):
-                    folder.rmdir()  # so that it is made anew
+                    folder.rmdir()  # so that the next try makes it
             raise
 
 
 def file_exists(path: Path) -> bool:
-    """Whether there is such a file. Not being allowed to look is an error, not a no."""
+    """Return true if there is such a file. A look that is not permitted is an error."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -101,7 +115,7 @@ def file_exists(path: Path) -> bool:
 
 
 def temp_path(path: Path) -> Path:
-    """A name beside the file that no other writer uses, on this host or another."""
+    """Return a name next to the file that no other writer uses, on any host."""
     return path.with_name(f".{path.name}.{_TOKEN}-{os.getpid()}-{next(_NUMBERS)}.tmp")
 
 
@@ -137,14 +151,17 @@ def write_temp(path: Path, parts: Sequence[bytes | memoryview], mode: int = 0o64
 
 
 def remove(path: Path) -> None:
-    """Take back a file that nobody was told of; one that stays is swept later."""
+    """Remove a file that no process knows of; one that remains is swept later."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def _write_all(handle: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Write every byte, many parts in one call: a commit of 200 tables has 400 of them. Where they are small, copying
-    them together is cheaper than telling the kernel of each."""
+    """Write every byte, with many parts in one call.
+
+    A commit of 200 tables has 400 parts. Where they are small, one copy of them all is cheaper than many parts for the
+    kernel.
+    """
     small = sum(map(len, parts)) <= _COPIED_BYTES_MAX
     left = [memoryview(part) for part in ([b"".join(parts)] if small else parts) if len(part)]
     while left:
@@ -158,24 +175,27 @@ def _write_all(handle: int, parts: Sequence[bytes | memoryview]) -> None:
             left[0] = left[0][written:]
 
 
-def publish(aside: Path, path: Path) -> None:
-    """Give the file its name, unless that name is taken (FileExistsError), and make that durable (or Doubtful)."""
+def publish(temp: Path, path: Path) -> None:
+    """Rename the temporary file to its name and make that durable.
+
+    Raise FileExistsError if the name is taken, and DurabilityUnknown if the name may not be durable.
+    """
     try:
-        _link(aside, path)
+        _link(temp, path)
     finally:
-        remove(aside)
+        remove(temp)
     try:
         sync_folder(path.parent)
     except OSError as error:
         raise DurabilityUnknown(error.errno, error.strerror, str(path)) from error
 
 
-def _link(aside: Path, path: Path) -> None:
+def _link(temp: Path, path: Path) -> None:
     try:
-        os.link(aside, path)
+        os.link(temp, path)
     except FileExistsError:
-        # Over a network it may have been done although the answer was lost, and then the second try finds it done.
-        if not os.path.lexists(aside) or not os.path.samefile(aside, path):
+        # Over a network the link may exist although the answer was lost; then the second try finds it.
+        if not os.path.lexists(temp) or not os.path.samefile(temp, path):
             raise
     except FileNotFoundError:
         raise  # swept away by another writer, so certainly not linked
@@ -186,43 +206,46 @@ def _link(aside: Path, path: Path) -> None:
 
 
 def create(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """A new durable file with this content; FileExistsError if there is one."""
-    aside = temp_path(path)
-    write_temp(aside, [content], mode)
-    publish(aside, path)
+    """Create a durable file with this content; raise FileExistsError if there is one."""
+    temp = temp_path(path)
+    write_temp(temp, [content], mode)
+    publish(temp, path)
 
 
 def replace_durably(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Put this content under the name, whatever stood there, so that a crash leaves the one or the other."""
-    aside = temp_path(path)
-    write_temp(aside, [content], mode)
+    """Replace the file's content, so that a crash leaves the old or the new one."""
+    temp = temp_path(path)
+    write_temp(temp, [content], mode)
     try:
-        os.replace(aside, path)
+        os.replace(temp, path)
     except BaseException:
-        remove(aside)
+        remove(temp)
         raise
     sync_folder(path.parent)
 
 
 def make_durable(path: Path, mode: int = 0o644) -> None:
-    """Make a file durable under its name, whatever became of earlier tries. Its bytes stay the same."""
+    """Make a file durable under its name with its bytes unchanged.
+
+    Earlier tries may have failed.
+    """
     try:
         replace_durably(path, path.read_bytes(), mode)
     except OSError as error:
         if error.errno not in DISK_FULL_ERRNOS:
             raise
-        # No room for another copy, and whoever is to make room must be able to begin. A disk that is only full has
-        # failed no sync before.
+        # There is no room for another copy, and the process that makes room must be able to begin. A disk that is
+        # only full has failed no sync before.
         sync_file(path)
         sync_folder(path.parent)
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Put this content under the name, whatever stood there. For notes that no correctness hangs on."""
-    aside = temp_path(path)
+    """Replace the file's content without durability, for notes that no correctness depends on."""
+    temp = temp_path(path)
     try:
-        aside.write_bytes(content)
-        os.replace(aside, path)
+        temp.write_bytes(content)
+        os.replace(temp, path)
     except BaseException:
-        remove(aside)
+        remove(temp)
         raise

@@ -1,4 +1,4 @@
-"""What a table of any format says to whoever would go on from where it does not stand."""
+"""Errors that Delta and Iceberg tables share, for tables that are not where the apply expects."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tailrace.tables.spec import TableSpec
 
 ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
 _GONE_HINT = (
-    "Was its folder moved away? Put it back and run `tailrace retry FILE TABLE`: it goes on from where it stood. Where "
-    "there is none, that command has the table loaded."
+    "If the folder was moved away, put it back and run `tailrace retry FILE TABLE`: the table continues from its "
+    "applied position. Without a folder, that command loads the table."
 )
-_FORM_HINT = "Set it back as it was, or have all that the table holds replaced: `tailrace snapshot FILE TABLE`."
+_SPEC_HINT = "Restore the previous settings, or replace the whole table: `tailrace snapshot FILE TABLE`."
 
 
-def refuse_other_position(path: Path, position: CommitRecord, schema: TableSchema, expected: AppliedPosition) -> None:
-    """Refuse to go on from another position, or with rows of another shape."""
-    if position.applied_position != expected:
-        raise wrong_position(path, position.applied_position, expected)
-    if not position.schema.same_rows(schema):
+def refuse_other_position(path: Path, record: CommitRecord, schema: TableSchema, expected: AppliedPosition) -> None:
+    """Refuse to apply from another position, or to write rows with another schema."""
+    if record.applied_position != expected:
+        raise wrong_position(path, record.applied_position, expected)
+    if not record.schema.same_rows(schema):
         raise SchemaChanged("the table was loaded with other columns", table=schema.table, path=path, hint=REPLACE_HINT)
 
 
 def wrong_position(path: Path, here: AppliedPosition, expected: AppliedPosition) -> ForeignWrite:
-    """What an apply that starts from another position is told."""
+    """Return the error for an apply that starts from another position than the table's."""
     return ForeignWrite(
-        "the table is not where this apply starts from",
+        "the table is not at the position that this apply starts from",
         path=path,
         expected_seq=expected.seq,
         found_seq=here.seq,
@@ -38,32 +38,32 @@ def wrong_position(path: Path, here: AppliedPosition, expected: AppliedPosition)
 
 
 def concurrent_commit(path: Path) -> ForeignWrite:
-    """What a commit is told that came second."""
+    """Return the error for a commit that another commit preceded."""
     return ForeignWrite("someone else committed to the table at the same time", path=path, hint=ONE_APPLIER)
 
 
-def refuse_other_replay(path: Path, position: CommitRecord, after: str | None) -> None:
-    """Refuse to add what letters hold to a table that others have been added to since it was looked at."""
-    if position.replay_id != after:
+def refuse_other_replay(path: Path, record: CommitRecord, after: str | None) -> None:
+    """Refuse to append a replay's rows if another replay has been committed since."""
+    if record.replay_id != after:
         raise concurrent_commit(path)
 
 
-def refuse_other_spec(path: Path, asked: TableSpec, position: CommitRecord) -> None:
-    """Refuse a table that was made in another form than the settings ask for."""
-    if not asked.is_equivalent(position.spec, position.schema):
+def refuse_other_spec(path: Path, asked: TableSpec, record: CommitRecord) -> None:
+    """Refuse a table that was made with another table spec than the settings ask for."""
+    if not asked.is_equivalent(record.spec, record.schema):
         raise FormChanged(
-            "the table was made in another form than the settings ask for",
+            "the table was made with another table spec than the settings ask for",
             path=path,
-            made=position.spec.described,
+            made=record.spec.described,
             asked=asked.described,
-            hint=_FORM_HINT,
+            hint=_SPEC_HINT,
         )
 
 
 def location_taken(path: Path, log: str | None) -> ForeignWrite:
-    """What a load is told whose place is taken."""
+    """Return the error for a load into a folder that holds another log's table."""
     return ForeignWrite(
-        "a table that this change log did not make already stands here",
+        "the folder holds a table that this change log did not make",
         path=path,
         **({"log": log} if log else {}),
         hint="Move it away, or choose another `tables.path` or `tables.names`.",
@@ -71,60 +71,17 @@ def location_taken(path: Path, log: str | None) -> ForeignWrite:
 
 
 def table_went_back(path: Path, here: AppliedPosition, expected: AppliedPosition) -> ForeignWrite:
-    """What is told of a table that was further already."""
+    """Return the error for a table that is behind a position it had already reached."""
     return ForeignWrite(
-        "the table was put back to an older state",
+        "the table is at an older state than before",
         path=path,
         expected_seq=expected.seq,
         found_seq=here.seq,
-        hint="Was its folder restored from a copy? `tailrace retry FILE TABLE` goes on from there, with the log.",
+        hint="If its folder was restored from a copy, run `tailrace retry FILE TABLE`: it continues from there, with "
+        "the log.",
     )
 
 
 def not_loaded(path: Path) -> TableUnusable:
-    """What whoever goes on is told where there is nothing to go on from."""
-    return TableUnusable("there is no table here to go on from", path=path, hint=_GONE_HINT)
-
-
-RELOAD_HINT = "Its changes are kept in the log. Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
-
-IDENTITY_HINT = (
-    "Give it one, such as `ALTER TABLE … REPLICA IDENTITY FULL`, and run `tailrace retry FILE TABLE`: the table is "
-    "loaded anew. Or run `tailrace snapshot FILE TABLE`, and it goes on with its inserts alone."
-)
-"""Of a table whose updates and deletes are no longer told."""
-
-REPLACED_HINT = (
-    "To keep the past where it is, give the table another `name` in `tables.rules`: it is loaded there, and this one "
-    "stays. Or run `tailrace snapshot FILE TABLE`: all that it holds is replaced."
-)
-"""Of a table that keeps what the source no longer has."""
-
-
-def schema_mismatch(shape: TableSchema, found: TableSchema, commit: int) -> SchemaChanged | None:
-    """Why rows of the shape found cannot go into a table of this shape; None if they can."""
-    if found.table == shape.table and found.relation == shape.relation and found.same_rows(shape):
-        return None
-    return SchemaChanged(
-        "the source table changed its shape",
-        table=shape.table,
-        commit=commit,
-        change=describe_difference(shape, found),
-        hint=RELOAD_HINT,
-    )
-
-
-def describe_difference(old: TableSchema, new: TableSchema) -> str:
-    """What changed between two shapes, in a few words."""
-    if old.table != new.table:
-        return f"renamed to {new.table}"
-    if old.relation != new.relation:
-        return "dropped and created again"
-    before = {column.name: column.type for column in old.columns}
-    after = {column.name: column.type for column in new.columns}
-    said = [f"added {name}" for name in after if name not in before]
-    said += [f"dropped {name}" for name in before if name not in after]
-    said += [f"retyped {name}" for name in after if name in before and after[name] != before[name]]
-    if old.key != new.key:
-        said.append("another key")
-    return ", ".join(said) or "columns in another order"
+    """Return the error for a table that does not exist or has no position of this log."""
+    return TableUnusable("there is no table here to continue from", path=path, hint=_GONE_HINT)

@@ -1,4 +1,7 @@
-"""Applying a range of the log to one lake table, in a task."""
+"""Apply a range of the log to one lake table, in a Spark task.
+
+One call is one table commit: it writes the rows and the new applied position together.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,25 @@ from tailrace import failpoints
 from tailrace.changelog.read.index import Slice
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.read.row_steps import rows_after_position, rows_until_position
+from tailrace.tables.schema_errors import schema_mismatch
 from tailrace.tables.size_estimate import estimate_bytes
-from tailrace.tables.table_errors import schema_mismatch
 from tailrace.tasks.dead_letters import ApplyStep, ApplyStepResult, apply_with_dead_letters
 from tailrace.tasks.source_rows import refetch_changed_rows
 from tailrace.tasks.work import ApplyWork, CompactWork, EvolveWork, Outcome, as_tailrace_error
 
 
 def advance_table(work: ApplyWork | EvolveWork) -> Outcome:
-    """The next step of one table, whatever it is."""
+    """Run the next step of one table: a recast, or an apply."""
     return evolve_table(work) if isinstance(work, EvolveWork) else apply_changes(work)
 
 
 def apply_changes(work: ApplyWork) -> Outcome:
-    """Fold the slices to what the table's form makes of them and write that, with the new position, in one commit."""
+    """Fold the slices by the table's mode, and write the rows with the new position in one commit."""
     started = time.monotonic()
     failpoints.hit("apply.before_table")
     try:
         changes = read_changes(work)
-        done = _apply_step(work, changes)
+        result = _apply_step(work, changes)
     except Exception as error:  # the task's boundary: the table fails, the others go on
         return Outcome(table=work.table, error=as_tailrace_error(error))
     return Outcome(
@@ -40,14 +43,14 @@ def apply_changes(work: ApplyWork) -> Outcome:
         applied_position=work.position_after,
         schema=work.schema,
         bytes_changed=estimate_bytes(work.schema, changes),
-        bytes_written=done.applied.bytes,
-        version=done.applied.version,
-        dead_letters=done.dead_letters,
+        bytes_written=result.applied.bytes,
+        version=result.applied.version,
+        dead_letters=result.dead_letters,
     )
 
 
 def _apply_step(work: ApplyWork, changes: pa.Table) -> ApplyStepResult:
-    again = partial(refetch_changed_rows, work, changes) if work.reader is not None else None
+    refetch = partial(refetch_changed_rows, work, changes) if work.reader is not None else None
     step = ApplyStep(
         log=work.log,
         schema=work.schema,
@@ -55,30 +58,30 @@ def _apply_step(work: ApplyWork, changes: pa.Table) -> ApplyStepResult:
         expected=work.expected,
         position_after=work.position_after,
         dead_letters_enabled=work.dead_letters_enabled,
-        refetch=again,
+        refetch=refetch,
     )
     return apply_with_dead_letters(work.location.open(), step, changes)
 
 
 def compact_table(work: CompactWork) -> Outcome:
-    """What a table needs besides its changes."""
-    started, used = time.monotonic(), time.process_time()  # a worker of Spark's does one task at a time
-    tended, failed = None, None
+    """Run the upkeep of one table: compact small files, and remove old ones."""
+    started, cpu_started = time.monotonic(), time.process_time()  # a Spark worker runs one task at a time
+    upkeep_result, failure = None, None
     try:
-        tended = work.location.open().compact(work.upkeep, work.expected)
+        upkeep_result = work.location.open().compact(work.upkeep, work.expected)
     except Exception as error:  # the task's boundary
-        failed = as_tailrace_error(error)
+        failure = as_tailrace_error(error)
     return Outcome(
         table=work.table,
         seconds=time.monotonic() - started,
-        cpu_seconds=time.process_time() - used,
-        upkeep_result=tended,
-        error=failed,
+        cpu_seconds=time.process_time() - cpu_started,
+        upkeep_result=upkeep_result,
+        error=failure,
     )
 
 
 def evolve_table(work: EvolveWork) -> Outcome:
-    """One commit that leaves every row as the new shape has it."""
+    """Recast a table in one commit that leaves every row in the new schema."""
     started = time.monotonic()
     try:
         applied = work.location.open().evolve(work.recast, work.expected)
@@ -94,17 +97,17 @@ def evolve_table(work: EvolveWork) -> Outcome:
 
 
 def read_changes(work: ApplyWork) -> pa.Table:
-    """The changes the table has not covered, in order."""
+    """Return the changes that the table has not applied, in order."""
     empty = pa.RecordBatch.from_pylist([], work.schema.change_schema())
     return pa.Table.from_batches([empty, *read_change_batches(work, work.expected.seq)])
 
 
 def read_change_batches(work: ApplyWork, seq: int) -> Iterator[pa.RecordBatch]:
-    """The changes of the work's slices past this number that the table has not covered, in order."""
+    """Yield the changes after `seq` in the work's slices that the table has not applied, in order."""
     log = ChangeLog.open(work.log)
     for first, last in _group_slices(log, work.slices):
         for batch in log.read(first.first, last.last, tables=[first.table], after_seq=seq, to_seq=last.last_seq):
-            batch = rows_after_position(batch, work.expected.position)  # a load has seen the others
+            batch = rows_after_position(batch, work.expected.position)  # a load has read the others
             if work.until is not None and batch.data.num_rows:
                 batch = rows_until_position(batch, work.until)
             if batch.data.num_rows:
@@ -115,10 +118,10 @@ def read_change_batches(work: ApplyWork, seq: int) -> Iterator[pa.RecordBatch]:
 
 
 def _group_slices(log: ChangeLog, slices: Sequence[Slice]) -> Iterator[tuple[Slice, Slice]]:
-    """Stretches of slices that are read at once, each as its first and its last.
+    """Yield groups of slices to read at once, each as its first and its last slice.
 
-    What was sealed since the slices were listed lies in one row group where it was many commits. Read commit by commit
-    that group would be decoded, and kept, once for each.
+    Commits sealed since the slices were listed share one row group. Read commit by commit, that group would be decoded
+    and kept once per commit.
     """
     begin = 0
     while begin < len(slices):

@@ -159,13 +159,20 @@ def redacted_url(url: str) -> str:
         return "the source"
 
 
+INSUFFICIENT_PRIVILEGE = "42501"
+"""The SQLSTATE of a statement that the role has no right to run; the error has it as a field."""
+
+
 def map_error_text(message: str, url: str = "", state: str = "") -> TailraceError:
     """The same for a server's own words, and its SQLSTATE where there is one."""
     text = " ".join(message.split())
     fields = {"source": redacted_url(url)} if url else {}
     for meaning in _ERROR_MAPPINGS:
         if meaning.matches(text, state):
-            return meaning.kind(f"{meaning.message}: {_said(text)}", **fields, hint=meaning.hint)
+            if state == INSUFFICIENT_PRIVILEGE:
+                fields["sqlstate"] = state
+            message = f"{meaning.message}: {_said(text)}"
+            return meaning.kind(message, **fields, hint=meaning.hint).with_option_hint(meaning.option_hint)
     if state.startswith("22") and state != "22012":
         return SourceError(
             "the server could not work with a value",  # its own words would show it
@@ -184,7 +191,7 @@ def map_error_text(message: str, url: str = "", state: str = "") -> TailraceErro
         "the server cannot be reached: " + _said(text),
         **fields,
         hint="Is it running, and do host and port in `source.url` match?",
-    )
+    ).with_option_hint("Is it running, and do host and port in the option `url` match?")
 
 
 class _ErrorMapping(NamedTuple):
@@ -197,6 +204,8 @@ class _ErrorMapping(NamedTuple):
     """Any of these; of one with a `…` both sides."""
     states: tuple[str, ...] = ()
     """Any of these, or their first characters."""
+    option_hint: str = ""
+    """The hint for a reader who has options and no settings file, where it is another."""
 
     def matches(self, text: str, state: str) -> bool:
         said = any(all(part in text for part in words.split("…")) for words in self.says)
@@ -208,10 +217,12 @@ _ERROR_MAPPINGS = (
         SourceRefused, "the server refused the login",
         "Check user and password in `source.url`, and pg_hba.conf on the server.",
         says=("password authentication failed", "no password supplied"), states=("28",),
+        option_hint="Check user and password in the option `url`, and pg_hba.conf on the server.",
     ),
     _ErrorMapping(
         SourceRefused, "the database does not exist", "Check the database's name at the end of `source.url`.",
         says=('database "…does not exist',), states=("3D000",),
+        option_hint="Check the database's name at the end of the option `url`.",
     ),
     _ErrorMapping(
         Unsupported, "a name in the database is not UTF-8",
@@ -227,7 +238,9 @@ _ERROR_MAPPINGS = (
         SourceRefused, "the role lacks a right",
         "Grant it: ALTER ROLE … REPLICATION, CREATE on the database, ownership of (or SELECT on) the tables; or "
         "create publication and slot yourself and set `create: false` for them.",
-        says=("permission denied", "must be superuser", "must be owner"), states=("42501",),
+        says=("permission denied", "must be superuser", "must be owner"), states=(INSUFFICIENT_PRIVILEGE,),
+        option_hint="Grant it: ALTER ROLE … REPLICATION, CREATE on the database, ownership of (or SELECT on) the "
+        "tables; or have a pipeline capture, which takes publication and slot that others made, and read its log.",
     ),
     _ErrorMapping(
         SourceUnreachable, "the server has no connection left",
@@ -251,6 +264,7 @@ _ERROR_MAPPINGS = (
     _ErrorMapping(
         SourceRefused, "the server refused the login", "Check the user in `source.url`, and pg_hba.conf on the server.",
         says=("no pg_hba.conf entry", "role…does not exist"),
+        option_hint="Check the user in the option `url`, and pg_hba.conf on the server.",
     ),
     _ErrorMapping(
         SourceNotReady, "the publications do not agree on what they send of a table",

@@ -21,8 +21,11 @@ def identify(session: PGconn) -> tuple[SourceId, Lsn]:
     if command(session, "SELECT pg_catalog.pg_is_in_recovery()") == ["t"]:
         raise SourceUnreachable(
             "the server is a standby that has not been promoted",
-            hint="Promote it, or let `source.url` name the primary; several hosts and "
-            "`?target_session_attrs=read-write` find it by themselves.",
+            hint="Promote it, or let `source.url` name the primary. Several hosts and "
+            "`?target_session_attrs=read-write` find it automatically.",
+        ).with_option_hint(
+            "Promote it, or let the option `url` name the primary. Several hosts and "
+            "`?target_session_attrs=read-write` find it automatically."
         )
     system, timeline, end, database = command(session, "IDENTIFY_SYSTEM")
     found = SourceId(kind="postgresql", system=system or "", database=database or "", timeline=int(timeline or 0))

@@ -90,7 +90,7 @@ class PostgresCapture:
                     source=redacted_url(self.settings.url),
                     hint="Look at `source.tables` and `source.exclude` (globs are `schema.table`, case included), "
                     "or in a program at `wanted`.",
-                )
+                ).with_option_hint("Look at the option `tables`, case included.")
             if position is not None:
                 preflight.wait_for_slot(connection, self.settings.slot, take_over=take_over)
             return preflight.ensure_slot(connection, self.settings, position, take_over=take_over)

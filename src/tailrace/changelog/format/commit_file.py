@@ -40,8 +40,11 @@ ALIGNMENT = 64
 HEADER_GUESS = 64 << 10
 """Read at once in the hope that the whole header is in it, or even the whole commit."""
 HEADER_BYTES_MAX = 64 << 20
-DAMAGED = "a commit of the log is damaged"
 _PREFIX = struct.Struct("<8sII")
+
+
+class CommitCorrupt(LogCorrupt):
+    """A commit's file is not what was written."""
 
 
 class CommitBody(NamedTuple):
@@ -217,7 +220,9 @@ def _body(stored: dict[str, Any]) -> CommitBody:
 
 
 def corrupt_commit_error(path: LogPath, why: str) -> LogCorrupt:
-    """The error for a file that is not what was written."""
-    return LogCorrupt(
-        f"{DAMAGED}: {why}", path=path, hint=f"Restore the file from a copy of the log. Without one: {NEW_LOG_HINT}"
+    """Return the error for a file that is not what was written."""
+    return CommitCorrupt(
+        f"a commit of the log is damaged: {why}",
+        path=path,
+        hint=f"Restore the file from a copy of the log. Without one: {NEW_LOG_HINT}",
     )

@@ -6,8 +6,6 @@ search finds the commits of many rows. What was looked up last is kept: rows com
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,14 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from tailrace.changelog.format.commit_file import CommitHeader, commit_path
+from tailrace.changelog.format.commit_file import CommitHeader
 from tailrace.changelog.format.seal import Seal, SealedFile, commits_table
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogError, LogTrimmed
 from tailrace.model import change
 from tailrace.model.position import ZERO, Lsn
 from tailrace.storage import files
-from tailrace.storage.files import LogPath
 
 Int64Array = npt.NDArray[np.int64]
 _T = TypeVar("_T")
@@ -221,28 +218,3 @@ def _commits_in(log: ChangeLog, file: SealedFile) -> Int64Array:
     ):
         found: Int64Array = parquet.read([change.COMMIT], use_threads=False).column(0).to_numpy()
     return found
-
-
-_POLL_SECONDS = 0.001
-"""How often a follower looks for the next commit's file,"""
-_LOOK_SECONDS = 0.02
-"""and for what else may have become of that commit,"""
-_LIVELY_SECONDS = 0.25
-"""while the last one is so recent;"""
-_IDLE_SECONDS = 0.1
-"""and how often for either after that."""
-_REMOTE_SECONDS, _REMOTE_LIVELY_SECONDS, _REMOTE_IDLE_SECONDS = 0.1, 2.0, 1.0
-"""The same where every look is a request: how often while the last one is how recent, and after that."""
-
-
-def wait_for_commit(log: LogPath, commit: int, quiet_seconds: float) -> None:
-    """Wait a while for a commit: while it may come any moment by looking for its file, which costs little on a disk."""
-    if files.is_remote(log):
-        time.sleep(_REMOTE_SECONDS if quiet_seconds < _REMOTE_LIVELY_SECONDS else _REMOTE_IDLE_SECONDS)
-        return
-    if quiet_seconds >= _LIVELY_SECONDS:
-        time.sleep(_IDLE_SECONDS)
-        return
-    path, until = str(commit_path(log, commit)), time.monotonic() + _LOOK_SECONDS
-    while time.monotonic() < until and not os.path.exists(path):
-        time.sleep(_POLL_SECONDS)

@@ -31,7 +31,7 @@ from tailrace.changelog.format.schemas import LogSchemas, TableSelector
 from tailrace.changelog.format.seal import Seal, SealIndex
 from tailrace.changelog.format.trimmed import NOTHING_TRIMMED, TrimmedTable, TrimRecord, read_trimmed
 from tailrace.changelog.format.trimmed import TRIMMED_FILE as TRIMMED
-from tailrace.changelog.read.commit_lookup import wait_for_commit
+from tailrace.changelog.read.commit_wait import wait_for_commit
 from tailrace.changelog.read.consumers import EXPIRE_SECONDS, Consumer, ReadProgress
 from tailrace.changelog.read.merged_schema import conform_to_schema, merged_schema
 from tailrace.changelog.read.row_steps import restore_rows, rows_after_position, rows_between
@@ -99,7 +99,7 @@ class ChangeLog:
                 "the log's meta.json cannot be read",
                 path=meta,
                 hint="Restore it from a copy of the log, or set `log:` to a new folder.",
-            ) from error
+            ).with_option_hint("Restore it from a copy of the log, or give the option `log` a new folder.") from error
         if not known:
             raise LogCorrupt(
                 "the log has a format this version does not know",

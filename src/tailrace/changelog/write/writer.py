@@ -106,13 +106,12 @@ class LogWriter:
             for body in last.bodies:
                 log.batch(last, body)
             return last
-        except LogCorrupt as error:
-            if error.message.startswith(commit_file.DAMAGED):
-                error.hint += (
-                    " If the machine has just crashed, its disk lost what it had promised to keep. Then move the "
-                    f"newest commit ({commit_path(self.path, newest).name}) away and start again: what it held is "
-                    "captured again, or you are told that the source no longer has it."
-                )
+        except commit_file.CommitCorrupt as error:
+            error.hint += (
+                " If the machine has just crashed, its disk lost what it had promised to keep. Then move the "
+                f"newest commit ({commit_path(self.path, newest).name}) away and start again: what it held is "
+                "captured again, or an error says that the source no longer has it."
+            )
             raise
 
     def _sweep(self, header: commit_file.CommitHeader) -> None:
@@ -372,7 +371,7 @@ def _identify(path: LogPath, source: SourceId) -> str:
                 "the log's meta.json is missing",
                 path=meta,
                 hint="Restore it from a copy of the log, or set `log:` to a new folder.",
-            )
+            ).with_option_hint("Restore it from a copy of the log, or give the option `log` a new folder.")
         stored = {"format": commit_file.FORMAT, "log": uuid.uuid4().hex, "source": asdict(source)}
         with files.explain_errors(meta):
             files.create(meta, records.encode(stored))
@@ -385,5 +384,5 @@ def _identify(path: LogPath, source: SourceId) -> str:
             expected=f"{mine.kind} {mine.system}/{mine.database}",
             found=f"{source.kind} {source.system}/{source.database}",
             hint="Point `source.url` at the database this log was made from, or set `log:` to a new folder.",
-        )
+        ).with_option_hint("Point the option `url` at the database this log was made from, or give `log` a new folder.")
     return log.log_id

@@ -93,6 +93,9 @@ class CaptureChild:
             seconds=START_SECONDS_MAX,
             hint="A new slot waits for transactions that are open at the source (see pg_stat_activity); end them, or "
             "run `tailrace capture FILE` to see more.",
+        ).with_option_hint(
+            "A new slot waits for transactions that are open at the source (see pg_stat_activity): end "
+            "them, or look at what the driver's standard error says."
         )
 
     def check(self) -> None:
@@ -129,7 +132,7 @@ def _error(said: bytes, code: int) -> TailraceError:
             "the capture process ended",
             exit_code=code,
             hint="Run `tailrace capture FILE --log-level debug` to see why.",
-        )
+        ).with_option_hint("Look at what the driver's standard error says.")
 
 
 RESTARTS_MAX = 5

@@ -18,7 +18,7 @@ from tailrace.pipeline.report import LoadResult, LoadStatus, TableState
 from tailrace.tables.evolve.schema_plan import Recast
 from tailrace.tables.location import TableLocation
 from tailrace.tables.port import AppliedPosition
-from tailrace.tables.table_errors import IDENTITY_HINT, RELOAD_HINT
+from tailrace.tables.schema_errors import IDENTITY_HINT, RELOAD_HINT
 
 log = logging.getLogger(__name__)
 

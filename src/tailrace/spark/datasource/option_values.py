@@ -23,16 +23,6 @@ LOG_OPTIONS = (
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 QUOTED = r'"(?:[^"]|"")+"'
 """A name, or a part of one, in quotes."""
-_OPTION_OF = {
-    "`source.url`": "the option `url`", "`source.tables` and `source.exclude`": "the option `tables`",
-    " (globs are `schema.table`, case included), or in a program at `wanted`": ", case included",
-    "set `log:` to": "give the option `log`",
-    "create publication and slot yourself and set `create: false` for them":
-        "have a pipeline capture, which takes publication and slot that others made, and read its log",
-    "run `tailrace capture FILE` to see more": "look at what the driver's standard error says",
-    "Run `tailrace capture FILE --log-level debug` to see why": "Look at what the driver's standard error says",
-}  # fmt: skip
-"""How hints call what is said in a settings file, and what it is here."""
 _COLUMN = rf'\s*(?:{QUOTED}|[^\s",][^",]*)\s*'
 
 
@@ -42,11 +32,8 @@ def option_error(name: str, why: str, hint: str) -> ConfigError:
 
 
 def as_option_error(error: TailraceError) -> TailraceError:
-    """The same error, for a reader who has options and no settings file."""
-    hint = error.hint
-    for setting, option in _OPTION_OF.items():
-        hint = hint.replace(setting, option)
-    return error if hint == error.hint else type(error)(error.message, hint=hint, **error.fields)
+    """Return the error with the hint for a reader who has options and no settings file."""
+    return type(error)(error.message, hint=error.option_hint, **error.fields) if error.option_hint else error
 
 
 def canonical_options(given: Mapping[str, str], options: Sequence[str]) -> dict[str, str]:

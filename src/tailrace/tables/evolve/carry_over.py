@@ -18,8 +18,8 @@ from tailrace.model.evolution import Evolution, ExistingValue, SchemaChange, Sch
 from tailrace.model.policies import EvolutionPolicies, EvolutionPolicy
 from tailrace.model.schema import TableSchema
 from tailrace.tables.evolve.schema_plan import INTEGERS, ParseValue, Recast, column_of, type_contains
+from tailrace.tables.schema_errors import REPLACED_HINT
 from tailrace.tables.spec import TableMode, TableSpec
-from tailrace.tables.table_errors import REPLACED_HINT
 
 DIGITS = dict(zip(INTEGERS, (5, 10, 19), strict=True))
 """How many an integer can have."""

@@ -18,8 +18,8 @@ from tailrace.errors import SchemaChanged
 from tailrace.model.evolution import Evolution, ExistingValue, SchemaChange, SchemaChangeKind, compare_schemas
 from tailrace.model.policies import EvolutionPolicies, EvolutionPolicy
 from tailrace.model.schema import RULE_MARK, Column, Identity, TableSchema
+from tailrace.tables.schema_errors import IDENTITY_HINT
 from tailrace.tables.spec import PLAIN_MIRROR, TableMode, TableSpec
-from tailrace.tables.table_errors import IDENTITY_HINT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
 from tailrace.changelog.format.schemas import TableSelector
-from tailrace.changelog.read.commit_lookup import wait_for_commit
+from tailrace.changelog.read.commit_wait import wait_for_commit
 from tailrace.changelog.read.consumers import Consumer
 from tailrace.changelog.read.offsets import EARLIEST, LogOffset, refuse_past_start
 from tailrace.changelog.read.reader import ChangeLog

@@ -19,9 +19,9 @@ from pyspark.sql.types import StructType
 
 from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.chunks import Chunk, ChunkKind, Leaf, find_leaves, plan_table
-from tailrace.capture.postgres.connect import connect, map_error
+from tailrace.capture.postgres.connect import INSUFFICIENT_PRIVILEGE, connect, map_error
 from tailrace.capture.postgres.row_condition import require_valid_condition
-from tailrace.errors import ConfigError, SourceRefused, SourceRewritten, SourceTableMissing, TailraceError, Unsupported
+from tailrace.errors import ConfigError, SourceRewritten, SourceTableMissing, TailraceError, Unsupported
 from tailrace.model.schema import TableSchema
 from tailrace.spark.datasource.option_values import as_option_error, without_traceback
 from tailrace.spark.datasource.table.snapshot_holder import SnapshotHandle, hold_snapshot
@@ -228,6 +228,6 @@ def _read_errors(options: ReadOptions) -> Iterator[None]:
         yield
     except TailraceError as error:
         hint = as_option_error(error).hint
-        if isinstance(error, SourceRefused) and "lacks a right" in error.message:
+        if error.fields.get("sqlstate") == INSUFFICIENT_PRIVILEGE:
             hint = f"Grant it: GRANT SELECT ON {options.table} TO …; and USAGE on its schema."
         raise type(error)(error.message, hint=hint, **error.fields) from None
