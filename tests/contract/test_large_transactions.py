@@ -176,6 +176,7 @@ def test_the_position_does_not_move_between_two_parts(bench: Bench, streams: Str
 # --- PostgreSQL's own ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_reader_that_holds_back_holds_little_and_answers_keepalives(postgres: PostgresBench) -> None:
     postgres.give_in_parts(PART)

@@ -74,6 +74,7 @@ def recorded(store: MemoryCheckpointStore) -> object:
     return saved.metadata["snapshot"]
 
 
+@pytest.mark.slow
 def test_one_beside_the_stream_that_breaks_again_and_again_is_given_up_and_the_stream_went_on(
     source: MemoryCapture, store: MemoryCheckpointStore, breaks: Callable[[TailraceError | None], None]
 ) -> None:

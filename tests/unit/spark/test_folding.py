@@ -122,6 +122,7 @@ def in_commits(model: Model, steps: list[tuple[Any, ...]]) -> list[list[Change]]
     return [rows for rows in commits if rows]
 
 
+@pytest.mark.slow
 @given(STEPS, STEPS, st.integers(1, 5), st.integers(1, 4))
 @settings(max_examples=80, deadline=None)
 def test_any_history_dealt_out_ends_in_the_source_s_rows(

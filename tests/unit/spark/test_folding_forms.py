@@ -126,6 +126,7 @@ def told(kind: str, key: int) -> Change:
     }[kind]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", ["soft_delete: true, metadata: [_seq]", "metadata: [_seq]", "mode: history", "mode: append"]
 )

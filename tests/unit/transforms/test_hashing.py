@@ -50,6 +50,7 @@ def test_other_types_are_hashed_as_their_text() -> None:
         assert sha256(pa.array([value, None], kind)).to_pylist() == [hashlib.sha256(text.encode()).hexdigest(), None]
 
 
+@pytest.mark.slow
 def test_what_comes_out_is_a_sound_column() -> None:
     made = sha256(pa.array(["a", None, "b"]))
     made.validate(full=True)
