@@ -31,7 +31,6 @@ CELLS = {
 RUN = CELLS if os.environ.get("TAILRACE_THOROUGH") else ["runtime", "transforms"]
 
 
-@pytest.mark.pg
 @pytest.mark.slow
 @pytest.mark.parametrize("bench", RUN)
 def test_a_bench_measures_every_cell(
