@@ -36,6 +36,7 @@ PARTS_MIN = LARGE // PART // 2
 # --- order -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_large_transaction_arrives_once_and_whole_in_parts(bench: Bench, streams: Streams) -> None:
     bench.give_in_parts(PART)
     bench.write(("items", -2), ("others", -1))
@@ -227,6 +228,7 @@ def test_a_row_larger_than_a_part_still_arrives(postgres: PostgresBench, postgre
     ]
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_between_two_parts_loses_nothing(
     postgres: PostgresBench, postgres_streams: Streams
 ) -> None:

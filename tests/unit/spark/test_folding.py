@@ -180,6 +180,7 @@ def test_a_transaction_larger_than_a_task_holds_is_dealt_out(tmp_path: Path) -> 
     assert max(sizes) < 2 * 700  # no task folds many more than it should
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_transaction(tmp_path: Path) -> None:
     wide = "x" * 1_000
     peaks = []

@@ -48,6 +48,7 @@ def expected(work: ApplyWork, folded: Folded) -> list[str]:
     return sorted(map(str, folded.rows.select(names).to_pylist()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @given(steps=STEPS, rows_max=st.integers(1, 5), times=st.lists(st.integers(0, 9), min_size=60, max_size=60))
 @settings(max_examples=30, deadline=None)
@@ -201,6 +202,7 @@ def pending(quiet: Quiet, changes: list[Change], size: int, schema: TableSchema 
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_too_many_in_all_tasks_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setting_aside, "LETTERS_MAX", 3)
     quiet = Quiet(tmp_path, on_bad_row="dead-letter")

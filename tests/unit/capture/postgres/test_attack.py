@@ -258,6 +258,7 @@ def test_bounds_checks_see_what_no_page_guards() -> None:
         judge.outcome("unguarded", b"abc")
 
 
+@pytest.mark.slow
 def test_a_sample_of_every_message_is_read_alike_by_every_engine(judge: Judge) -> None:
     data = bytes([3, 0]) + framed(sample())
     assert max(map(len, sample())) < LENGTH_MAX
