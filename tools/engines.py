@@ -297,8 +297,8 @@ def _install(engine: Engine) -> bool:
     if not _run([base, "-m", "venv", "--clear", "--without-pip", engine.venv]):
         return False
     # What is installed there comes first on the path, so its Spark wins over the one that is shared.
-    shared = Path(sysconfig.get_path("purelib", vars={"base": str(engine.venv), "platbase": str(engine.venv)}))
-    (shared / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    own = Path(sysconfig.get_path("purelib", vars={"base": str(engine.venv), "platbase": str(engine.venv)}))
+    (own / "shared.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n")
     if uv := shutil.which("uv"):
         return _run([uv, "pip", "install", "--quiet", "--python", engine.python, *engine.needs])
     return _run([engine.python, "-m", "pip", "install", *_QUIET_PIP, *engine.needs])

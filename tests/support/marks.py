@@ -46,7 +46,7 @@ def _markers(item: pytest.Item) -> set[str]:
     folder = item.path.relative_to(TESTS).parts[0]
     fixtures = getattr(item, "_fixtureinfo", None)
     definitions = fixtures.name2fixturedefs.values() if fixtures else ()
-    imported, said = _used(getattr(item, "function", None), *(each[-1].func for each in definitions))
+    imported, said = used(getattr(item, "function", None), *(each[-1].func for each in definitions))
     found = {marker for marker, names in IMPORTED.items() if names & imported}
     found |= {marker for marker, parts in SAID.items() if any(part in each for part in parts for each in said)}
     if _of_a_server(item):
@@ -66,7 +66,7 @@ def _of_a_server(item: pytest.Item) -> bool:
 
 
 @functools.cache
-def _used(*functions: object) -> tuple[set[str], set[str]]:
+def used(*functions: object) -> tuple[set[str], set[str]]:
     """What a test and its fixtures import and say, as far as their modules show it."""
     todo: list[Any] = list(functions)
     imported, said, seen = set[str](), set[str](), set[int]()
