@@ -296,22 +296,31 @@ def _install(engine: Engine) -> bool:
     base = getattr(sys, "_base_executable", sys.executable)
     if not _run([base, "-m", "venv", "--clear", "--without-pip", engine.venv]):
         return False
-    # What is installed there comes first on the path, so its Spark wins over the one that is shared.
-    own = Path(sysconfig.get_path("purelib", vars={"base": str(engine.venv), "platbase": str(engine.venv)}))
-    (own / "shared.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n")
+    shared = sysconfig.get_path("purelib")
     if uv := shutil.which("uv"):
-        return _run([uv, "pip", "install", "--quiet", "--python", engine.python, *engine.needs])
-    return _run([engine.python, "-m", "pip", "install", *_QUIET_PIP, *engine.needs])
+        installed = _run([uv, "pip", "install", "--quiet", "--python", engine.python, *engine.needs])
+    else:
+        command: list[str | Path] = [engine.python, "-m", "pip", "install", *_QUIET_PIP, *engine.needs]
+        installed = _run(command, PYTHONPATH=shared)
+    # What is installed there comes first on the path, so its Spark wins over the one that is shared. Without this file
+    # the environment cannot be used: it comes last, so that one that was left half made is made again.
+    if installed:
+        own = sysconfig.get_path("purelib", vars={"base": str(engine.venv), "platbase": str(engine.venv)})
+        Path(own, "shared.pth").write_text(f"{ROOT / 'src'}\n{shared}\n")
+    return installed
 
 
 _QUIET_PIP = ("--quiet", "--quiet", "--disable-pip-version-check", "--root-user-action=ignore", "--no-input")
 
 
-def _run(command: list[str | Path]) -> bool:
+def _run(command: list[str | Path], **environment: str) -> bool:
     try:
-        return subprocess.run(command, cwd=ROOT, timeout=INSTALL_SECONDS_MAX, check=False).returncode == 0
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **environment}, timeout=INSTALL_SECONDS_MAX, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
+    return done.returncode == 0
 
 
 def _trouble(engine: Engine, arguments: list[str], seconds: float) -> str:
