@@ -68,19 +68,19 @@ def _of_a_server(item: pytest.Item) -> bool:
 @functools.cache
 def used(*functions: object) -> tuple[set[str], set[str]]:
     """What a test and its fixtures import and say, as far as their modules show it."""
-    todo: list[Any] = list(functions)
+    waiting: list[Any] = list(functions)
     imported, said, seen = set[str](), set[str](), set[int]()
-    while todo:
-        function = _plain(todo.pop())
+    while waiting:
+        function = _plain(waiting.pop())
         if inspect.isclass(function):
-            todo += vars(function).values()
+            waiting += vars(function).values()
         if not isinstance(function, FunctionType) or id(function) in seen:
             continue
         seen.add(id(function))
         here_imported, here_said, here = _code_of(function)
         imported |= here_imported
         said |= here_said
-        todo += here
+        waiting += here
     return imported, said
 
 
