@@ -2,7 +2,7 @@
 # Needs Python 3.11 or newer and make; `make setup` gets the rest into .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test docs demo bench matrix engines soak fuzz clean distclean
+.PHONY: help setup check test quick docs demo bench matrix engines soak fuzz clean distclean
 
 PY := .venv/bin/python
 ARGS ?=
@@ -31,8 +31,13 @@ check: setup ## Lint, types and the arrows between packages (ruff, mypy, import-
 	if [ -n "$$failed" ]; then echo "check: failed:$$failed" >&2; exit 1; fi; \
 	echo "check: all good"
 
-test: setup ## Run every test, in random order, three at once (JOBS=3 ARGS="tests/unit -k fold")
-	@$(PY) -m pytest -n $(JOBS) --dist worksteal $(AGAIN) $(ARGS)
+test: setup ## Run every test, in random order, three at once (JOBS=3 ARGS="tests/unit -k fold"); without ARGS the connectors' core, too
+	@code=0; $(PY) -m pytest -n $(JOBS) --dist worksteal $(AGAIN) $(ARGS) || code=$$?; \
+	$(if $(strip $(ARGS)),,$(PY) tools/engines.py core || code=1;) \
+	exit $$code
+
+quick: setup ## The units and contracts that need no server and no Spark, in under two minutes
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not pg and not spark and not slow and not fault" tests/unit tests/contract $(ARGS)
 
 docs: setup ## Make a site of docs/ in build/docs; a dead link, or a page outside the navigation, fails
 	@$(PY) tools/setup.py docs

@@ -2,7 +2,7 @@
 
 A test that holds the product to a time (`alone`) has the machine to itself: it waits for the tests under way, and
 those to come wait for it. So it comes first, while there is little to wait for. The longest test comes next: started
-last, it would run beside an idle worker.
+last, it would run beside an idle worker. Markers for what tests use are set here, too (`tests.support.marks`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.marks import mark
+
 # How long an example takes says something of the machine, and nothing of the product.
 settings.register_profile("noisy", deadline=None)
 settings.load_profile("noisy")
@@ -22,6 +24,13 @@ settings.load_profile("noisy")
 LONGEST = "test_killed_at_every_named_place"
 # Workers are processes of their own, so they meet at two files that are there anyway.
 DOOR, ROOM = Path(__file__), Path(__file__).parent / "support" / "__init__.py"
+
+
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
+def pytest_mark_items(items: list[pytest.Item]) -> None:
+    """Before pytest chooses by them."""
+    for item in items:
+        mark(item)
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,11 +1,13 @@
-"""Run tests with another Spark than all others: `engines.py [spark|spark-4.1|iceberg|connect] [pytest's arguments]`.
+"""Run tests with another Spark than all others: `engines.py [core|spark|spark-4.1|iceberg|connect] [pytest's …]`.
 
 There is no connector for the Spark that everything else is tested with, so each gets an environment of its own,
 `.venv-spark` for Delta's and `.venv-iceberg` for Iceberg's, with one that has; Delta's connector for the Spark of the
 latter is held to some of the tests there. Spark Connect needs pandas, which nothing of ours may, so it has one as well,
-`.venv-connect`. Where that, or the connector's jars, cannot be had, the
-last line says so and the rest passes: what is skipped never counts as a pass. Tests learn of who writes tables from
-TAILRACE_TEST_ENGINE.
+`.venv-connect`. Each has a Spark of its own and shares all other packages with the environment that this runs in.
+Where that, or the connector's jars, cannot be had, the last line says so and the rest passes: what is skipped never
+counts as a pass. Tests learn of who writes tables from TAILRACE_TEST_ENGINE.
+
+`core` holds both connectors for Spark 4.1, in their one environment, to the few tests that `make test` ends with.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -49,6 +53,33 @@ ICEBERG_TESTS = (
     "tests/unit/spark/test_folding.py", "tests/unit/spark/test_folding_forms.py",
     "tests/crash/test_kill_the_connector.py",
 )  # fmt: skip
+FORMS, DELTA = "tests/contract/test_table_forms.py::", "tests/integration/test_delta_table.py::"
+CORE = (
+    f"{FORMS}test_a_mirror_says_of_each_row_which_change_it_comes_from",
+    f"{FORMS}test_what_is_deleted_stays_marked_with_its_last_values",
+    f"{FORMS}test_every_change_is_a_row",
+    f"{FORMS}test_changes_of_a_table_without_a_key_are_rows_too",
+    f"{FORMS}test_a_row_has_a_version_for_each_transaction_that_changed_it",
+    f"{FORMS}test_a_truncate_marks_every_row",
+    f"{FORMS}test_a_value_that_does_not_fit_is_refused_in_every_change",
+    f"{DELTA}test_every_commit_carries_the_position",
+    f"{DELTA}test_a_commit_made_meanwhile_fails_ours",
+    f"{DELTA}test_two_appliers_of_one_log_one_wins",
+    f"{DELTA}test_a_load_refuses_a_table_that_is_not_ours",
+    f"{DELTA}test_k_deletes_of_one_image_remove_exactly_k_copies",
+)
+"""Every form of table, and the promises of a commit: its position, its changes once, and nobody else's in between."""
+CORE_SPARK_41 = (
+    *CORE,
+    "tests/integration/test_spark_engine.py::test_each_engine_goes_on_with_the_other_s_table",
+    "tests/integration/test_spark_engine.py::test_small_files_are_joined_and_the_position_stays",
+)
+CORE_ICEBERG = (
+    *CORE,
+    "tests/integration/test_iceberg_table.py::test_a_row_that_changes_is_struck_out_where_it_lies",
+    "tests/integration/test_iceberg_table.py::test_a_commit_made_before_ours_is_published_fails_ours",
+    "tests/integration/test_iceberg_table.py::test_small_files_are_joined_and_old_snapshots_go",
+)
 CONNECT_TESTS = ("tests/integration/test_connect.py", "tests/integration/test_declarative.py")
 DOOR_TESTS = ("tests/integration/test_stream_format.py", "tests/integration/test_read_format.py")
 """In a process of their own, with tables by delta-rs: they start a Spark without a connector, and a process has one."""
@@ -78,7 +109,8 @@ PROBE = "from tests.support.engines import session; session().sql('select 1').co
 JARS = "Spark's {} connector could not be loaded: are its jars to be had?"
 _NO_TESTS = 5
 """How pytest ends when it found none, or none that was not skipped as a file."""
-INSTALL_SECONDS_MAX, PROBE_SECONDS_MAX = 1800, 600
+READY = "import pyspark, tailrace, pytest"
+READY_SECONDS_MAX, INSTALL_SECONDS_MAX, PROBE_SECONDS_MAX = 120, 1800, 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +124,8 @@ class Engine:
     venv: Path
     needs: tuple[str, ...]
     tests: tuple[str, ...]
+    core: tuple[str, ...] = ()
+    """Those of them that `make test` runs, too."""
     featured: tuple[str, ...] = ()
     listed: tuple[str, ...] = ()
     door: tuple[str, ...] = ()
@@ -121,11 +155,12 @@ ENGINES = {
         ),
         Engine(
             name="spark-4.1", title="Spark 4.1, Delta connector", missing=JARS.format("Delta"), writer="spark",
-            needs=SPARK_41, venv=VENV_41, tests=SPARK_41_TESTS, flags=FLAGS_41,
+            needs=SPARK_41, venv=VENV_41, tests=SPARK_41_TESTS, core=CORE_SPARK_41, flags=FLAGS_41,
         ),
         Engine(
             name="iceberg", title="Spark 4.1, Iceberg connector", missing=JARS.format("Iceberg"), writer="iceberg",
-            needs=SPARK_41, venv=VENV_41, tests=ICEBERG_TESTS, door=DOOR_TESTS, listed=LISTED, flags=FLAGS_41,
+            needs=SPARK_41, venv=VENV_41, tests=ICEBERG_TESTS, core=CORE_ICEBERG, door=DOOR_TESTS, listed=LISTED,
+            flags=FLAGS_41,
         ),
         Engine(
             name="connect", title="Spark 4.3, Connect and declarative pipelines", tests=CONNECT_TESTS,
@@ -139,17 +174,44 @@ ENGINES = {
 
 def main(arguments: list[str]) -> int:
     """0 if every test passed, or if there is nothing to run them with."""
+    if arguments[:1] == ["core"]:
+        return core(arguments[1:])
     named = [ENGINES[name] for name in arguments[:1] if name in ENGINES]
     verdicts = [held(engine, arguments[len(named) :]) for engine in named or ENGINES.values()]
     return 1 if any(verdict.startswith(FAILED) for verdict in verdicts) else 0
 
 
+def core(arguments: Sequence[str]) -> int:
+    """Hold the connectors to their core; 0 if every test passed, or if there is nothing to run them with.
+
+    The last lines say for each connector how many tests passed, or why none was run.
+    """
+    print(f"\n{CORE_LINE}these follow", flush=True)
+    lines, failed = list[str](), False
+    for engine in (engine for engine in ENGINES.values() if engine.core):
+        started = time.monotonic()
+        if missing := _missing(engine):
+            _tell_skipped(engine.core, missing)
+            lines.append(f"{engine.title}: {SKIPPED}: {missing}")
+            continue
+        ran = _test(engine, [*engine.core, *arguments])
+        failed = failed or ran.code != 0
+        passed = ran.tests - ran.failed - ran.reasons.total()
+        told = "".join(f", {count} skipped ({reason})" for reason, count in ran.reasons.items())
+        outcome = f"{FAILED} (exit code {ran.code}), {ran.failed} failed, " if ran.code else ""
+        lines.append(f"{engine.title}: {outcome}{passed} passed{told} in {time.monotonic() - started:.0f} s")
+    print("\n".join(["", *(f"{CORE_LINE}{line}" for line in lines)]), flush=True)
+    return int(failed)
+
+
+CORE_LINE = "core of the connectors: "
+"""How the first line and each of the last begin: `.ci/run` looks for them."""
+
+
 def held(engine: Engine, arguments: Sequence[str]) -> str:
     """What became of one engine, held to the tests."""
-    if _trouble(engine, ["-c", "import pyspark, tailrace, pytest"], 120) and not _install(engine):
-        return _skipped(engine, f"no environment with {', '.join(engine.needs)} could be made at {engine.venv}")
-    if trouble := _trouble(engine, ["-c", engine.probe], PROBE_SECONDS_MAX):
-        return _skipped(engine, f"{engine.missing} ({trouble})")
+    if missing := _missing(engine):
+        return _skipped(engine, missing)
     if any(argument.startswith("tests/") for argument in arguments):
         runs = [_test(engine, arguments)]
     else:
@@ -166,6 +228,14 @@ def held(engine: Engine, arguments: Sequence[str]) -> str:
     return said
 
 
+def _missing(engine: Engine) -> str:
+    """Make the engine's environment if there is none; why it cannot be used, or nothing if it can."""
+    if _trouble(engine, ["-c", READY], READY_SECONDS_MAX) and not _install(engine):
+        return f"no environment with {', '.join(engine.needs)} could be made at {engine.venv}"
+    trouble = _trouble(engine, ["-c", engine.probe], PROBE_SECONDS_MAX)
+    return f"{engine.missing} ({trouble})" if trouble else ""
+
+
 def _test(engine: Engine, arguments: Sequence[str], **environment: str) -> Ran:
     command: list[str | Path] = [engine.python, "-m", "pytest", "--timeout=1800", *engine.flags, *arguments]
     return run_tests(command, {**_environment(engine), **environment})
@@ -177,6 +247,7 @@ class Ran:
 
     code: int
     tests: int
+    failed: int = 0
     reasons: Counter[str]
     """Of each that was skipped, why."""
 
@@ -195,7 +266,8 @@ def run_tests(command: Sequence[str | Path], environment: Mapping[str, str]) -> 
     found = [skipped for case in cases if (skipped := case.find("skipped")) is not None]
     # One that was expected to fail, and did, is called skipped there, too.
     reasons = Counter(_why(skipped) for skipped in found if skipped.get("type") != "pytest.xfail")
-    return Ran(code=done.returncode, tests=len(cases), reasons=reasons)
+    failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
+    return Ran(code=done.returncode, tests=len(cases), failed=failed, reasons=reasons)
 
 
 def _why(skipped: ET.Element) -> str:
@@ -219,28 +291,36 @@ def verdict(runs: Sequence[Ran]) -> str:
 
 
 def _install(engine: Engine) -> bool:
-    print(f"engines: making {engine.venv} (about 900 MB)", file=sys.stderr, flush=True)
-    target = [f"--editable={ROOT}[demo,test]", *engine.needs]
-    commands: list[list[str | Path]]
+    """Make an environment that has what the engine needs, and everything else from the one that this runs in."""
+    print(f"engines: making {engine.venv} (about 500 MB)", file=sys.stderr, flush=True)
+    base = getattr(sys, "_base_executable", sys.executable)
+    if not _run([base, "-m", "venv", "--clear", "--without-pip", engine.venv]):
+        return False
+    shared = sysconfig.get_path("purelib")
     if uv := shutil.which("uv"):
-        commands = [
-            [uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, engine.venv],
-            [uv, "pip", "install", "--quiet", "--python", engine.python, *target],
-        ]
+        installed = _run([uv, "pip", "install", "--quiet", "--python", engine.python, *engine.needs])
     else:
-        base = getattr(sys, "_base_executable", sys.executable)
-        commands = [
-            [base, "-m", "venv", engine.venv],
-            [engine.python, "-m", "pip", "install", "--quiet", "--root-user-action=ignore", "--no-input", *target],
-        ]
-    return all(_run(command) for command in commands)
+        command: list[str | Path] = [engine.python, "-m", "pip", "install", *_QUIET_PIP, *engine.needs]
+        installed = _run(command, PYTHONPATH=shared)
+    # What is installed there comes first on the path, so its Spark wins over the one that is shared. Without this file
+    # the environment cannot be used: it comes last, so that one that was left half made is made again.
+    if installed:
+        own = sysconfig.get_path("purelib", vars={"base": str(engine.venv), "platbase": str(engine.venv)})
+        Path(own, "shared.pth").write_text(f"{ROOT / 'src'}\n{shared}\n")
+    return installed
 
 
-def _run(command: list[str | Path]) -> bool:
+_QUIET_PIP = ("--quiet", "--quiet", "--disable-pip-version-check", "--root-user-action=ignore", "--no-input")
+
+
+def _run(command: list[str | Path], **environment: str) -> bool:
     try:
-        return subprocess.run(command, cwd=ROOT, timeout=INSTALL_SECONDS_MAX, check=False).returncode == 0
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **environment}, timeout=INSTALL_SECONDS_MAX, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
+    return done.returncode == 0
 
 
 def _trouble(engine: Engine, arguments: list[str], seconds: float) -> str:
@@ -262,10 +342,13 @@ def _environment(engine: Engine) -> dict[str, str]:
 
 
 def _skipped(engine: Engine, why: str) -> str:
-    every = dict.fromkeys((*engine.tests, *engine.door, *engine.featured, *engine.listed))
-    left = "\n".join(f"  {name}" for name in every)
-    print(f"\nengines: these were not run:\n{left}\nengines: {SKIPPED}: {why}", file=sys.stderr, flush=True)
+    _tell_skipped(dict.fromkeys((*engine.tests, *engine.door, *engine.featured, *engine.listed)), why)
     return f"{SKIPPED}: {why}"
+
+
+def _tell_skipped(tests: Iterable[str], why: str) -> None:
+    left = "\n".join(f"  {name}" for name in tests)
+    print(f"\nengines: these were not run:\n{left}\nengines: {SKIPPED}: {why}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -195,6 +195,7 @@ def test_a_capability_that_is_not_there_is_refused(bench: Bench) -> None:
 # --- PostgreSQL's own ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_keepalives_are_answered_while_the_caller_holds_back(
     server: EmbeddedPostgres, postgres: PostgresBench, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,7 @@ PARTS_MIN = LARGE // PART // 2
 # --- order -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_large_transaction_arrives_once_and_whole_in_parts(bench: Bench, streams: Streams) -> None:
     bench.give_in_parts(PART)
     bench.write(("items", -2), ("others", -1))
@@ -176,6 +177,7 @@ def test_the_position_does_not_move_between_two_parts(bench: Bench, streams: Str
 # --- PostgreSQL's own ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_reader_that_holds_back_holds_little_and_answers_keepalives(postgres: PostgresBench) -> None:
     postgres.give_in_parts(PART)
@@ -224,6 +226,7 @@ def test_a_row_larger_than_a_part_still_arrives(postgres: PostgresBench, postgre
     assert [(row["id"], len(row["big"])) for row in rows_of(*windows)] == [(n, 3_000_000) for n in range(1, 9)]
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_between_two_parts_loses_nothing(
     postgres: PostgresBench, postgres_streams: Streams
 ) -> None:

@@ -239,6 +239,7 @@ def test_a_partial_change_of_a_row_that_is_of_the_past_is_refused(made: Any) -> 
 STEPS = steps_with(st.sampled_from([None, "", "x", "y"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [MARKED, HISTORY], ids=str)
 @settings(max_examples=examples(25), deadline=None)
 @given(steps=STEPS, cuts=st.sets(st.integers(1, 24), max_size=3))

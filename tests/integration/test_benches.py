@@ -31,6 +31,7 @@ CELLS = {
 RUN = CELLS if os.environ.get("TAILRACE_THOROUGH") else ["runtime", "transforms"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bench", RUN)
 def test_a_bench_measures_every_cell(
     bench: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

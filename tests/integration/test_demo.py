@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.pipelines import COME_SECONDS_MAX, Running, eventually
 
+pytestmark = [pytest.mark.pg, pytest.mark.spark]
+"""The demonstration starts both itself."""
 FIRST_CHANGE_SECONDS_MAX = 60
 LAG_SECONDS_MAX = 10.0
 

@@ -56,6 +56,7 @@ WHOLE = "import pytest\npytest.skip('no jars', allow_module_level=True)\n"
 FAILS_AS_EXPECTED = "import pytest\n@pytest.mark.xfail\ndef test_it():\n    assert False\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("files", "said"),
     [
@@ -85,6 +86,34 @@ def test_an_engine_that_cannot_be_had_is_told_with_its_own_last_words(
     assert "tests/integration/test_spark_engine.py" in capsys.readouterr().err
 
 
+def ran_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ran: engines.Ran) -> tuple[int, str]:
+    """Of the Delta connector, where Iceberg's cannot be had: the exit code, and what was printed."""
+    missing = {"spark-4.1": "", "iceberg": "no jars"}
+    monkeypatch.setattr(engines, "_missing", lambda engine: missing[engine.name])
+    monkeypatch.setattr(engines, "_test", lambda engine, tests: ran)
+    code = engines.core([])
+    said = capsys.readouterr()
+    assert "these were not run:\n  tests/contract/test_table_forms.py::" in said.err
+    return code, said.out
+
+
+def test_the_core_tells_of_each_connector_what_passed_or_why_nothing_was_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = ran_core(monkeypatch, capsys, ran(9, 2))
+    assert (code, said.splitlines()) == (0, [
+        "", "core of the connectors: these follow", "",
+        "core of the connectors: Spark 4.1, Delta connector: 7 passed, 2 skipped (no jars) in 0 s",
+        f"core of the connectors: Spark 4.1, Iceberg connector: {SKIPPED}: no jars",
+    ])  # fmt: skip
+
+
+def test_a_core_that_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = ran_core(monkeypatch, capsys, replace(ran(9, code=1), failed=3))
+    assert code == 1
+    assert f"Delta connector: {FAILED} (exit code 1), 3 failed, 6 passed in 0 s" in said
+
+
 def ran(tests: int, skipped: int = 0, code: int = 0) -> engines.Ran:
     return engines.Ran(code=code, tests=tests, reasons=Counter({"no jars": skipped} if skipped else {}))
 
@@ -112,7 +141,7 @@ def test_a_cell_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str])
 
 def test_every_test_that_an_engine_is_held_to_is_there() -> None:
     for engine in engines.ENGINES.values():
-        for test in (*engine.tests, *engine.door, *engine.featured, *engine.listed):
+        for test in (*engine.tests, *engine.core, *engine.door, *engine.featured, *engine.listed):
             file, _, name = test.partition("::")
             assert f"def {name}(" in (ROOT / file).read_text() or not name, test
 

@@ -298,6 +298,7 @@ class Story:
         assert in_order(rows_of(self.log.follow())) == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_in_whatever_order_a_log_is_written_sealed_joined_cleaned_trimmed_and_read(quick: Path, seed: int) -> None:
     story = Story(quick, seed)

@@ -46,6 +46,7 @@ def told(library: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("calls", "error", "lasting", "lives"),
     [

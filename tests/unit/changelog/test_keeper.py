@@ -238,6 +238,7 @@ def test_a_process_that_was_killed_is_started_again(diary: Diary, caplog: pytest
     assert keeper_pids() == []
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_the_one_who_started_it(diary: Diary) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"

@@ -160,6 +160,7 @@ def test_writers_whose_locks_do_not_reach_each_other_share_the_numbers_between_t
     assert_whole(folder, [{1: 0}, *told])
 
 
+@pytest.mark.slow
 def test_each_process_that_takes_the_log_over_ends_the_one_before(folder: Path, ended: ExitStack) -> None:
     made(folder)
     rivals = [start(ended, folder, 1, ENDLESS)]
@@ -171,6 +172,7 @@ def test_each_process_that_takes_the_log_over_ends_the_one_before(folder: Path, 
     assert_whole(folder, [{1: 0}, *[rival.won() for rival in rivals]])
 
 
+@pytest.mark.slow
 def test_a_writer_stopped_anywhere_across_a_take_over_wakes_up_to_find_it_has_lost(
     folder: Path, ended: ExitStack
 ) -> None:

@@ -413,6 +413,7 @@ def test_a_large_transaction_of_which_a_cleaning_has_removed_the_first_files_has
     assert (found.flaws, found.rows) == ((), 2)
 
 
+@pytest.mark.slow
 def test_a_log_that_is_written_sealed_and_trimmed_meanwhile_has_no_flaw(quick: Path) -> None:
     diary = Diary(quick)
     diary.commit()

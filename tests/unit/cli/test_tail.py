@@ -131,6 +131,7 @@ def test_it_ends_when_nobody_reads_though_nothing_more_comes(diary: Diary) -> No
         running.wait()
 
 
+@pytest.mark.slow
 def test_what_was_let_go_of_before_it_was_printed_is_told_beside_the_data(diary: Diary) -> None:
     diary.commit(inserts(*range(1000, 6000)))  # more than a pipe holds
     missing = [diary.commit(inserts(11)), diary.commit(inserts(12))]

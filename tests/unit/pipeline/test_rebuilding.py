@@ -419,6 +419,7 @@ def test_while_something_applies_it_refuses(quiet: Quiet, call: Any) -> None:
     assert (code, "Stop that `tailrace run`" in err) == (ExitCode.BUSY, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", ["rebuild.replayed", "rebuild.linked", "table.before_commit:2", "table.after_commit:3"]
 )

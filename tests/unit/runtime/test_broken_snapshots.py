@@ -74,6 +74,7 @@ def recorded(store: MemoryCheckpointStore) -> object:
     return saved.metadata["snapshot"]
 
 
+@pytest.mark.slow
 def test_one_beside_the_stream_that_breaks_again_and_again_is_given_up_and_the_stream_went_on(
     source: MemoryCapture, store: MemoryCheckpointStore, breaks: Callable[[TailraceError | None], None]
 ) -> None:
@@ -98,6 +99,7 @@ def test_one_beside_the_stream_that_breaks_again_and_again_is_given_up_and_the_s
     runtime.stop()
 
 
+@pytest.mark.slow
 def test_one_before_the_stream_that_is_taken_up_and_reads_nothing_is_an_outage_that_ends(
     source: MemoryCapture, store: MemoryCheckpointStore, breaks: Callable[[TailraceError | None], None]
 ) -> None:
@@ -160,6 +162,7 @@ def test_one_that_cannot_be_taken_up_does_not_keep_it_from_starting_and_is_taken
     again.stop()
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_begun_for_a_while_waits_and_the_stream_goes_on(
     source: MemoryCapture, store: MemoryCheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +189,7 @@ def test_one_that_cannot_be_begun_for_a_while_waits_and_the_stream_goes_on(
     runtime.stop()
 
 
+@pytest.mark.slow
 def test_a_source_that_is_lost_with_its_snapshot_decides_and_the_snapshot_stays_on_record(
     source: MemoryCapture, store: MemoryCheckpointStore, breaks: Callable[[TailraceError | None], None]
 ) -> None:

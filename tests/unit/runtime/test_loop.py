@@ -377,6 +377,7 @@ def test_waits_between_tries_grow_up_to_a_limit(source: Source, sink: Sink, monk
     assert pauses == [0.1, 0.2, 0.4, 0.4, 0.4]
 
 
+@pytest.mark.slow
 def test_waits_begin_small_again_once_something_came(
     source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,6 +213,7 @@ def test_a_snapshot_whose_key_is_hashed_goes_on_behind_what_was_acknowledged(
     again.stop()
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     lands=st.lists(st.sampled_from(["DE", "FR", "XX"]), min_size=1, max_size=40), rows=st.integers(1, 9),

@@ -131,6 +131,7 @@ def in_commits(model: Model, steps: list[tuple[Any, ...]]) -> list[list[Change]]
     return [rows for rows in commits if rows]
 
 
+@pytest.mark.slow
 @given(STEPS, STEPS, st.integers(1, 5), st.integers(1, 4))
 @settings(max_examples=80, deadline=None)
 def test_any_history_dealt_out_ends_in_the_source_s_rows(
@@ -194,6 +195,7 @@ def test_a_transaction_larger_than_a_task_holds_is_dealt_out(tmp_path: Path) -> 
     assert max(sizes) < 2 * 700  # no task folds many more than it should
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_transaction(tmp_path: Path) -> None:
     wide = "x" * 1_000
     peaks = []

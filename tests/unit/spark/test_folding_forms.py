@@ -52,6 +52,7 @@ def expected(work: ApplyWork, folded: FoldedChanges) -> list[str]:
     return sorted(map(str, folded.rows.select(names).to_pylist()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @given(steps=STEPS, rows_max=st.integers(1, 5), times=st.lists(st.integers(0, 9), min_size=60, max_size=60))
 @settings(max_examples=30, deadline=None)
@@ -134,6 +135,7 @@ def told(kind: str, key: int) -> Change:
     }[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", ["soft_delete: true, metadata: [_seq]", "metadata: [_seq]", "mode: history", "mode: append"]
 )
@@ -223,6 +225,7 @@ def pending(quiet: Quiet, changes: list[Change], size: int, schema: TableSchema 
     )
 
 
+@pytest.mark.slow
 def test_too_many_in_all_tasks_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dead_letters, "DEAD_LETTERS_MAX", 3)
     quiet = Quiet(tmp_path, on_bad_row="dead-letter")

@@ -252,6 +252,7 @@ def test_a_row_that_goes_while_it_is_a_letter_takes_the_letter_and_no_more(tmp_p
     assert ones(quiet) == []
 
 
+@pytest.mark.slow
 @not_spark  # a commit for each step
 def test_any_story_ends_as_the_source_whenever_letters_are_tried(tmp_path: Path) -> None:
     chance = random.Random(20261118)

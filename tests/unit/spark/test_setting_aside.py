@@ -300,6 +300,7 @@ def test_however_the_story_is_cut_the_letters_are_the_same(tmp_path: Path, expec
         assert told(quiet) == expected
 
 
+@pytest.mark.slow
 @not_spark  # `tests/crash` kills Spark's connectors
 @pytest.mark.parametrize("place", ["letters.written", "table.after_commit", "letters.tidied"])
 def test_killed_anywhere_no_letter_is_lost_and_none_is_doubled(

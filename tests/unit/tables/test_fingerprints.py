@@ -65,6 +65,7 @@ def test_another_seed_gives_other_numbers() -> None:
     assert not (hash_images(column, 1) == hash_images(column, 1 << 64)).any()
 
 
+@pytest.mark.slow
 def test_a_million_rows_that_differ_little_have_as_many_numbers() -> None:
     numbers = np.arange(1_000_000)
     prints = hash_images([pa.array(numbers & 1023), pa.array((numbers >> 10) << 40)], 3)

@@ -68,6 +68,7 @@ def test_a_value_that_the_new_type_may_not_hold_holds_its_row_back() -> None:
     assert (values_now, unfit, list(stuck), stuck[0][1]) == ([None, "nan", None], [None] * 3, [0], "v")
 
 
+@pytest.mark.slow
 def test_a_time_that_no_program_of_ours_can_show_is_read_all_the_same() -> None:
     old = to(pa.int64())
     made = convert_rows(old, to(pa.timestamp("us")), whole(old, bad(1, "200000-01-01 00:00:00")), value_of)

@@ -261,6 +261,7 @@ def by_key(drawn: dict[Any, Any]) -> Rows:
 ROWS = st.dictionaries(KEY, VALUE, max_size=5).map(by_key)
 
 
+@pytest.mark.slow
 @given(st.lists(ROWS, max_size=4), ROWS, st.none() | st.lists(KEY, max_size=8), st.integers(0, 4))
 @settings(max_examples=examples(60), deadline=None)
 def test_any_table_becomes_what_was_staged(drawn: list[Rows], staged: Rows, keys: Any, other: int) -> None:

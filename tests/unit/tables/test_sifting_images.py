@@ -129,6 +129,7 @@ class Lake:
         self.letters = DeadLetterImages.of(KEYLESS, [(KEYLESS, stay), (KEYLESS, found.dead_letters)])
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(steps=STEPS)
 def test_the_rows_and_the_letters_are_together_the_rows_of_the_source(steps: list[tuple[Any, ...]]) -> None:

@@ -34,6 +34,7 @@ def test_codes_of_texts_are_those_of_hmac(given: list[str | None], secret: bytes
     assert hmac_sha256(pa.array(given, pa.string()), secret).to_pylist() == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, 55, 56, 57, 63, 64, 65, 119, 120, 127, 128, 129, 1000])
 def test_every_padding_is_right(size: int) -> None:
     data = bytes(byte % 251 for byte in range(size))
@@ -52,6 +53,7 @@ def test_other_types_are_hashed_as_their_text() -> None:
         assert sha256(pa.array([value, None], kind)).to_pylist() == [hashlib.sha256(text.encode()).hexdigest(), None]
 
 
+@pytest.mark.slow
 def test_what_comes_out_is_a_sound_column() -> None:
     made = sha256(pa.array(["a", None, "b"]))
     made.validate(full=True)

@@ -47,6 +47,7 @@ def is_clear(found: bytes) -> bool:
 # --- what was kept -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_kept_input_gives_rows_or_a_clear_error_and_the_same_when_interpreted(judge: Judge) -> None:
     assert {path.parent.name for path in FILES} == {"decode", "read", "value", "copy"}
     with Judge(Engine.INTERPRETED) as interpreted:
@@ -100,6 +101,7 @@ def cut_anywhere(target: str) -> Iterator[bytes]:
             yield from (data[:8] + framed([text[:size]]) for text in pieces(data[8:]) for size in range(len(text)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["decode", "read", "value", "copy"])
 def test_bytes_that_end_anywhere_give_rows_or_a_clear_error(judge: Judge, target: str) -> None:
     found = [judge.outcome(target, data) for data in cut_anywhere(target)]
@@ -256,6 +258,7 @@ def tried() -> Iterator[Judge]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "data", "why"), [
     ("behind", b"abc", "exit code -11"),
     ("before", b"abc", "exit code -11"),
@@ -277,6 +280,7 @@ def test_bounds_checks_see_what_no_page_guards() -> None:
         judge.outcome("unguarded", b"abc")
 
 
+@pytest.mark.slow
 def test_a_sample_of_every_message_is_read_alike_by_every_engine(judge: Judge) -> None:
     data = bytes([3, 0]) + framed(sample())
     assert max(map(len, sample())) < LENGTH_MAX

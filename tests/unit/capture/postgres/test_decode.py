@@ -512,6 +512,7 @@ def test_a_window_is_the_same_however_its_transactions_are_dealt_out(data: st.Da
     assert dealt == [10 * n + k for n, size in enumerate(sizes) for k in range(size)]
 
 
+@pytest.mark.slow
 def test_bent_streams_give_rows_or_a_refusal_and_read_nothing_outside() -> None:
     done = run_guarded("tests.support.fuzzing:streams_at_the_edge", "1500")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -255,6 +255,7 @@ def test_a_malformed_message_in_a_later_part_is_refused(cut: int) -> None:
             decode_in_parts([*TINY[:3], bad, *TINY[3:]], [cut])
 
 
+@pytest.mark.slow
 def test_bent_streams_in_parts_give_the_same_as_at_once_and_read_nothing_outside() -> None:
     done = run_guarded("tests.support.fuzzing:parts_at_the_edge", "1500")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

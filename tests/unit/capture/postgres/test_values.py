@@ -425,6 +425,7 @@ def test_any_bytes_are_a_value_or_unfit(kind: pa.DataType, texts: list[bytes | N
         assert valid == (text is not None and place not in unfit)
 
 
+@pytest.mark.slow
 def test_no_kernel_reads_outside_its_buffer() -> None:
     done = run_guarded("tests.support.fuzzing:values_at_the_edge", "5000")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
