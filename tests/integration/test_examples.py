@@ -20,10 +20,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PAGES = ROOT / "docs" / "guides" / "examples"
 RUN_SECONDS_MAX = 800.0
-pytestmark = [
-    pytest.mark.pg,
-    pytest.mark.skipif(IS_SPARK, reason="examples choose their tables' engine themselves"),
-]
+pytestmark = [pytest.mark.pg, pytest.mark.skipif(IS_SPARK, reason="examples choose their tables' engine themselves")]
 
 AS_CELLS = """
 import json, sys

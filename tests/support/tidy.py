@@ -53,9 +53,7 @@ _WORDS = {
     "let go": r"let\s+go",
     "sees to": r"sees\s+to",
 }
-WORDS = {
-    name: re.compile(rf"(?<![\w-]){pattern}(?![\w-])", re.IGNORECASE) for name, pattern in _WORDS.items()
-}
+WORDS = {name: re.compile(rf"(?<![\w-]){pattern}(?![\w-])", re.IGNORECASE) for name, pattern in _WORDS.items()}
 """Words and phrases that say less than plain ones, by the name of their limit."""
 
 
@@ -277,9 +275,7 @@ def docstring_paragraphs(docstring: Docstring) -> list[Piece]:
     indent = min(indents, default=0)
     lines = [first, *(line[indent:] for line in rest)]
     return paragraphs(
-        docstring.path,
-        "\n".join("" if _INDENTED.match(line) else line for line in lines),
-        first_line=docstring.line,
+        docstring.path, "\n".join("" if _INDENTED.match(line) else line for line in lines), first_line=docstring.line
     )
 
 
@@ -291,9 +287,7 @@ _TAG = re.compile(r"<[^<>\n]+>")
 def plain(text: str) -> str:
     """The text as it is read: a span of code is one word, a link its words. Lines stay where they are."""
     text = _CODE.sub(lambda code: "CODE" + "\n" * code[0].count("\n"), text)
-    return _TAG.sub(
-        "", _LINK.sub(lambda link: link[1] + "\n" * (link[0].count("\n") - link[1].count("\n")), text)
-    )
+    return _TAG.sub("", _LINK.sub(lambda link: link[1] + "\n" * (link[0].count("\n") - link[1].count("\n")), text))
 
 
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)\]*_]*\s+(?=[\"'“‘(\[*_]*[A-Z0-9À-Ý])")
@@ -412,10 +406,7 @@ def long_first_sentences(found: Sequence[Module]) -> list[Offender]:
         if not each.of_attribute and (pieces := docstring_paragraphs(each))
     )
     return _offenders(
-        sentence
-        for first in firsts
-        for sentence in first
-        if word_count(sentence.text) > FIRST_SENTENCE_WORDS_MAX
+        sentence for first in firsts for sentence in first if word_count(sentence.text) > FIRST_SENTENCE_WORDS_MAX
     )
 
 
@@ -451,10 +442,7 @@ def long_functions(found: Sequence[Module]) -> list[Offender]:
 def format_skips(found: Sequence[Module]) -> list[Offender]:
     """Places that the formatter is kept from."""
     return _offenders(
-        comment
-        for module in found
-        for comment in module.comments
-        if re.match(r"# *fmt: *(?:skip|off)\b", comment.text)
+        comment for module in found for comment in module.comments if re.match(r"# *fmt: *(?:skip|off)\b", comment.text)
     )
 
 
@@ -512,9 +500,7 @@ def _before(text: str, at: int) -> str:
 def _around(piece: Piece, text: str, match: re.Match[str]) -> Offender:
     start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
     line = text[start : end if end >= 0 else None].strip()
-    return Offender(
-        places=(_at(piece.path, piece.line + text.count("\n", 0, match.start())),), text=line[:160]
-    )
+    return Offender(places=(_at(piece.path, piece.line + text.count("\n", 0, match.start())),), text=line[:160])
 
 
 @functools.cache
@@ -546,17 +532,13 @@ COMMAND = "python -m tests.support.tidy"
 def complaints(found: Mapping[str, Sequence[Offender]], limits: Mapping[str, int]) -> list[str]:
     """A complaint for each count that is not exactly its limit."""
     said = [f"{name}: no limit in {LIMITS_FILE.name}" for name in found.keys() - limits.keys()]
-    said += [
-        f"{name}: nothing is counted by this name; remove its limit" for name in limits.keys() - found.keys()
-    ]
+    said += [f"{name}: nothing is counted by this name; remove its limit" for name in limits.keys() - found.keys()]
     for name in sorted(found.keys() & limits.keys()):
         count, limit = len(found[name]), limits[name]
         if count > limit:
             shown = "".join(f"\n  {each}" for each in found[name][:SHOWN_MAX])
             more = f"\n  … and {count - SHOWN_MAX} more" if count > SHOWN_MAX else ""
-            said.append(
-                f"{name}: {count}, above its limit of {limit}; remove what you added. There are:{shown}{more}"
-            )
+            said.append(f"{name}: {count}, above its limit of {limit}; remove what you added. There are:{shown}{more}")
         elif count < limit:
             said.append(f"{name}: {count}, below its limit of {limit}; lower it: {COMMAND} --lower")
     return said
