@@ -148,7 +148,7 @@ def test_a_disk_that_turns_read_only_ends_the_capture_and_the_next_start_loses_n
         insert(pipeline, 11, 20)
         assert capture.wait() == 4, capture.said()
         assert "Read-only file system" in capture.said()
-        assert "hint: The file system is read-only: mount it writable" in capture.said()
+        assert "hint: Mount the file system writable" in capture.said()
         assert "Traceback" not in capture.said()
         assert captured(pipeline) == list(range(1, 11))
     assert pipeline.call("capture", "--until-caught-up").returncode == 0

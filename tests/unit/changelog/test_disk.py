@@ -147,7 +147,7 @@ def test_on_a_read_only_disk_it_is_told_and_goes_on_once_it_is_writable(
             with pytest.raises(LogUnusable, match="Read-only") as caught:
                 work(diary)
             assert not isinstance(caught.value, LogFull)
-            assert "mount it writable" in caught.value.hint
+            assert "Mount the file system writable" in caught.value.hint
             assert whole(diary)
     work(diary)
     assert whole(diary)

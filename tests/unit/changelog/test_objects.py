@@ -71,10 +71,10 @@ def test_an_address_that_leads_nowhere_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["gs://bucket/x", "s3n://bucket/x", "hdfs://host:8020/x", "abfss://c@account/x"])
 def test_a_store_that_was_never_tried_is_refused_and_what_was_tried_is_said(url: str) -> None:
-    with pytest.raises(ConfigError, match=f"cannot lie at `{url.partition(':')[0]}://`") as caught:
+    with pytest.raises(ConfigError, match=f"cannot be at `{url.partition(':')[0]}://`") as caught:
         ObjectPath.parse(url)
     assert "s3a://" in caught.value.hint
-    assert "tested is moto's S3 server" in caught.value.hint
+    assert "Tests run against moto's S3 server" in caught.value.hint
 
 
 @pytest.mark.parametrize(
