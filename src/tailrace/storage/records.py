@@ -70,8 +70,8 @@ def _checksum(stored: dict[str, Any]) -> int:
 
 
 _OTHER_FORMAT_HINT = (
-    "Use the version of Tailrace that wrote it, or a newer one. If no other version wrote it, it is damaged: restore "
-    "the file from a copy."
+    "Use the version of Tailrace that wrote it, or a newer one. Restore the file from a copy if no other version wrote "
+    "it: then it is damaged."
 )
 
 

@@ -194,7 +194,7 @@ def test_a_store_that_was_never_tried_is_told_from_those_that_were(tmp_path: Pat
     file = in_store(tmp_path)
     file.write_text(file.read_text().replace("s3://", "gs://"))
     (problem,) = check_settings(file, environment={})
-    assert "tested is moto's S3 server" in problem.hint
+    assert "Tests run against moto's S3 server" in problem.hint
 
 
 @pytest.mark.parametrize(

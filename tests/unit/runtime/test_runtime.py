@@ -407,7 +407,7 @@ def test_what_says_to_be_a_runtimes_and_cannot_be_read_is_an_error(
     with pytest.raises(StateCorrupt) as caught:
         CdcRuntime(source, store).start()
     newer = metadata["runtime"] == 3
-    assert ("Another version of Tailrace wrote it" in caught.value.hint) is newer
+    assert ("the version of Tailrace that wrote it" in caught.value.hint) is newer
     assert ("`delete` it" in caught.value.hint) is not newer
 
 
