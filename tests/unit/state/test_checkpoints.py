@@ -275,7 +275,7 @@ def test_a_newer_format_is_not_guessed_at(store: FileCheckpointStore, file: Path
     assert_told(file, "format 2, and this version knows format 1")
     with pytest.raises(StateCorrupt) as caught:  # it is whole: nobody is told to delete it
         FileCheckpointStore(file.parent, read_only=True).load("orders")
-    assert "Another version of Tailrace wrote it" in caught.value.hint
+    assert "the version of Tailrace that wrote it" in caught.value.hint
     assert "delete" not in caught.value.hint
 
 
@@ -400,7 +400,7 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
     for read_only in (True, False):
         with pytest.raises(StateUnusable) as caught:
             FileCheckpointStore(tmp_path / "state", read_only=read_only)
-        assert "A file stands where the folder should be" in caught.value.hint
+        assert "this path is a file" in caught.value.hint
 
 
 # --- what a crash leaves -------------------------------------------------------------------------------------

@@ -284,7 +284,7 @@ def test_one_process_writes_and_others_read_beside_it(folder: Path) -> None:
             FileSchemaHistory(folder)
         history.record(wider(1))
         assert numbers(reader) == [1, 2]
-        with pytest.raises(ConfigError, match="read only"):
+        with pytest.raises(ConfigError, match="read-only"):
             reader.record(wider(2))
     with pytest.raises(ConfigError, match="closed"):
         history.record(wider(2))

@@ -115,7 +115,7 @@ def test_a_host_of_the_same_name_is_not_the_same_host(tmp_path: Path) -> None:
 
 
 def test_hosts_without_a_machine_id_are_not_told_apart_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "_machine", lambda: "")
+    monkeypatch.setattr(lease, "_machine_id", lambda: "")
     leave_record(tmp_path, boot="another")
     with pytest.raises(StateBusy):
         FileCheckpointStore(tmp_path)
@@ -195,7 +195,7 @@ def test_a_read_only_handle_sees_what_the_owner_saves_and_writes_nothing(
     assert found is not None
     assert found.position == Lsn(8)
     for act in (lambda: reader.save("orders", at(9)), lambda: reader.delete("orders")):
-        with pytest.raises(ConfigError, match="read only"):
+        with pytest.raises(ConfigError, match="read-only"):
             act()
     reader.close()
     assert sorted(path.name for path in file.parent.iterdir()) == before
@@ -227,5 +227,5 @@ def test_a_link_in_the_place_of_the_lock_is_refused_and_what_it_leads_to_is_not_
     (file.parent / ".owner.lock").symlink_to(other)
     with pytest.raises(StateUnusable) as raised:
         FileCheckpointStore(file.parent)
-    assert "A link stands where a file of ours should be" in raised.value.hint
+    assert "Remove the link" in raised.value.hint
     assert other.read_text().startswith("a text of theirs")
