@@ -53,7 +53,7 @@ def test_a_key_that_changed_is_a_delete_and_a_row() -> None:
 def test_an_old_row_that_the_new_one_builds_on_is_not_deleted_before() -> None:
     gone, come = written(SHOP, *move(1, 2, name="a", n=3, unchanged=("big",)))
     assert isinstance(gone, Nothing)
-    assert "goes on under another key" in gone.why
+    assert "continues under another key" in gone.why
     assert come == Merge(key={"id": 2}, columns={"id": 2, "name": "a", "n": 3}, unchanged=("big",), base={"id": 1})
 
 
@@ -88,7 +88,7 @@ def test_a_table_without_a_key_is_a_bag_of_rows() -> None:
         (KEYLESS, update({}, a=1), "did not send the old row"),
         (KEYLESS, update({}, a=1, unchanged=("b",)), "did not send the whole row"),
         (replace(KEYLESS, identity=Identity.NONE), delete({}), "did not send the old row"),
-        (MESSAGE_STREAM, Change(op="message", values={"prefix": "p"}), "a message is about no row"),
+        (MESSAGE_STREAM, Change(op="message", values={"prefix": "p"}), "a message concerns no row"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_written_says_why(schema: TableSchema, row: Change, why: str) -> None:

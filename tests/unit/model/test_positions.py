@@ -98,7 +98,7 @@ def test_any_text_is_read_whole_or_refused(kind: PositionType, text: str) -> Non
 
 
 def test_an_endless_text_is_refused_before_it_is_looked_at() -> None:
-    with pytest.raises(ConfigError, match="not that long"):
+    with pytest.raises(ConfigError, match="too long"):
         parse_position(PositionType.MYSQL_GTID, "x" * (TEXT_CHARACTERS_MAX + 1))
 
 

@@ -116,7 +116,7 @@ def test_a_store_that_is_none(store: Any) -> None:
         ({"schema_history": "shapes"}, "`schema_history` cannot be used as one", "FileSchemaHistory("),
         ({"schema_history": MemorySchemaHistory}, "`schema_history` cannot be used as one", "FileSchemaHistory("),
         ({"limits": 5}, "`limits` is not a `Limits` (found=int)", "Limits(rows="),
-        ({"target": "16/1"}, "that is no position (found=str)", "Lsn.parse"),
+        ({"target": "16/1"}, "the value is not a position (found=str)", "Lsn.parse"),
         ({"observers": print}, "`observers` is not a list", "[function]"),
         ({"observers": [None]}, "`observers` cannot be called", "observers=[function]"),
         ({"on_letter": []}, "`on_letter` cannot be called (found=list)", "without calling it"),

@@ -236,7 +236,7 @@ def test_a_loop_that_ends_says_which_rows_were_not_delivered_and_the_next_start_
     ("change", "said"),
     [
         ({"values": {"zap": 1}}, "no such column .*zap"),
-        ({"values": {"id": "x"}}, "none of its column's type"),
+        ({"values": {"id": "x"}}, "not have its column's type"),
         ({"operation": "insert"}, "`operation` is not a `Operation`"),
         ({"schema": 3}, "`schema` is not a `TableSchema`"),
     ],

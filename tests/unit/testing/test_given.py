@@ -29,14 +29,14 @@ def shape(*columns: Column, key: tuple[str, ...] = ("id",)) -> TableSchema:
 
 
 @pytest.mark.parametrize(("make", "said"), [
-    (lambda: TableId(ODD, ODD), "no name of a table"),
+    (lambda: TableId(ODD, ODD), "name of a table is invalid"),
     (lambda: Column(name="id", source_type="bigint", type=TEXT), "`type` is not a `DataType`"),
     (lambda: shape(ID, ID), "two columns of one name"),
     (lambda: batch_of(ODD), "`schema` is not a `TableSchema`"),
     (lambda: batch_of(ORDERS, ODD), "no pair of an operation and values"),
     (lambda: batch_of(ORDERS, (TEXT, {"id": 1})), "no pair of an operation and values"),
     (lambda: batch_of(ORDERS, (Operation.INSERT, {"id": 1, "zap": 2})), "no such column .*zap"),
-    (lambda: batch_of(ORDERS, (Operation.INSERT, {"id": "x"})), "none of its column's type"),
+    (lambda: batch_of(ORDERS, (Operation.INSERT, {"id": "x"})), "not have its column's type"),
     (lambda: table("orders", id=pa.int64()), "no name of a table"),
     (lambda: table(ODD), "no name of a table"),
     (lambda: table("public.orders", key=("zap",), id=pa.int64()), "key names a column"),
@@ -45,7 +45,7 @@ def shape(*columns: Column, key: tuple[str, ...] = ("id",)) -> TableSchema:
     (lambda: update({"id": 1}, before=ODD), "`before` is not a `Mapping`"),
     (lambda: changes(ODD, insert({"id": 1})), "`shape` is not a `TableSchema`"),
     (lambda: changes(ORDERS, ODD), "`given` is not a `Change`"),
-    (lambda: changes(ORDERS, insert({"id": "x"})), "none of its column's type"),
+    (lambda: changes(ORDERS, insert({"id": "x"})), "not have its column's type"),
     (lambda: MemoryCapture().commit(ODD), "`batches` is not a `ChangeBatch`"),
     (lambda: MemoryCapture().quiet(-1), "`size_bytes` is too small"),
     (lambda: MemoryCapture().break_next_read(ODD), "`error` is not a `TailraceError`"),
