@@ -233,9 +233,9 @@ def test_check_prints_every_problem_with_its_place_and_hint_and_exits_2(tmp_path
     assert lines(done.stderr) == [
         f"error: {path}:1:1: `name` is missing",
         "hint: For example: `name: shop`.",
-        f"error: {path}:1:1: `nam` is not a key we know",
+        f"error: {path}:1:1: `nam` is not a known key",
         "hint: Did you mean `name`?",
-        f"error: {path}:6:18: `tables.format` names `csv`, which is no table format",
+        f"error: {path}:6:18: `tables.format` names `csv`, which is not a table format",
         "hint: Use `format: delta`, or `format: iceberg`.",
     ]
 

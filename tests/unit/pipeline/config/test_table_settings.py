@@ -1,4 +1,4 @@
-"""What `tables:` may say of the tables' forms, and every mistake in it with its line."""
+"""The table specs in the settings file, and every mistake in them with its line."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def settings_of(folder: Path, *lines: str) -> PipelineSettings:
     return load_settings(write(folder, *lines), environment={})
 
 
-def form(settings: PipelineSettings, table: str) -> TableSpec:
+def spec(settings: PipelineSettings, table: str) -> TableSpec:
     return settings.tables.layout.location(TableId("public", table), "a-log").spec
 
 
-def test_without_a_word_about_it_a_table_is_a_plain_mirror(tmp_path: Path) -> None:
-    assert form(settings_of(tmp_path), "orders") == PLAIN_MIRROR
+def test_by_default_a_table_is_a_plain_mirror(tmp_path: Path) -> None:
+    assert spec(settings_of(tmp_path), "orders") == PLAIN_MIRROR
 
 
-def test_the_last_rule_that_matches_decides_and_the_rest_is_as_for_all(tmp_path: Path) -> None:
+def test_the_last_matching_rule_decides_and_other_keys_are_as_for_all(tmp_path: Path) -> None:
     settings = settings_of(
         tmp_path,
         "soft_delete: true",
@@ -54,13 +54,13 @@ def test_the_last_rule_that_matches_decides_and_the_rest_is_as_for_all(tmp_path:
         '  "public.a_*": {mode: history, metadata: []}',
         '  "public.plain": {soft_delete: false, metadata: []}',
     )
-    assert form(settings, "orders") == TableSpec(soft_delete=True, metadata=("_op", "_seq"))
-    assert form(settings, "a_log") == TableSpec(mode=TableMode.HISTORY)
-    assert form(settings, "b_log") == TableSpec(mode=TableMode.APPEND, metadata=("_op", "_seq"))
-    assert form(settings, "plain") == PLAIN_MIRROR
+    assert spec(settings, "orders") == TableSpec(soft_delete=True, metadata=("_op", "_seq"))
+    assert spec(settings, "a_log") == TableSpec(mode=TableMode.HISTORY)
+    assert spec(settings, "b_log") == TableSpec(mode=TableMode.APPEND, metadata=("_op", "_seq"))
+    assert spec(settings, "plain") == PLAIN_MIRROR
 
 
-def test_a_rule_says_what_is_done_about_changes_of_shape_and_other_kinds_are_as_for_all(tmp_path: Path) -> None:
+def test_a_rule_sets_some_evolution_policies_and_the_others_are_as_for_all(tmp_path: Path) -> None:
     settings = settings_of(
         tmp_path,
         "evolution: {drop: apply, retype: stop}",
@@ -77,7 +77,7 @@ def test_a_rule_says_what_is_done_about_changes_of_shape_and_other_kinds_are_as_
     assert policies("a_log") == EvolutionPolicies(drop=EvolutionPolicy.APPLY, narrow=EvolutionPolicy.STOP)
 
 
-def test_a_pattern_that_matches_no_table_is_known(tmp_path: Path) -> None:
+def test_a_pattern_that_matches_no_table_is_found(tmp_path: Path) -> None:
     rules = "rules: {public.orders: {mode: append}, public.odrers: {mode: history}, 'public.o*': {}}"
     file = write(tmp_path, rules)
     file.write_text(f"{file.read_text()}load: {{modes: {{'other.*': never}}}}\n")
@@ -88,13 +88,13 @@ def test_a_pattern_that_matches_no_table_is_known(tmp_path: Path) -> None:
     ]
 
 
-def test_a_template_says_where_tables_lie_and_a_rule_where_one_does(tmp_path: Path) -> None:
+def test_a_template_sets_the_paths_of_all_tables_and_a_rule_that_of_one(tmp_path: Path) -> None:
     rule = '  "public.orders": {name: gold/sales, columns: {a: b}}'
     settings = settings_of(tmp_path, "names: '{pipeline}/{schema}.{table}'", "rules:", rule)
     layout, root = settings.tables.layout, tmp_path / "lake"
     assert layout.path(TableId("public", "x/y")) == root / "shop" / "public.x%2Fy"
     assert layout.path(TableId("public", "orders")) == root / "gold" / "sales"
-    assert form(settings, "orders") == TableSpec(renamed_columns=(("a", "b"),))
+    assert spec(settings, "orders") == TableSpec(renamed_columns=(("a", "b"),))
     flat = settings_of(tmp_path, "names: '{table}'").tables.layout
     assert flat.path(TableId("public", "orders")) == root / "orders"
     (tmp_path / "la[k]e").mkdir()
@@ -103,7 +103,7 @@ def test_a_template_says_where_tables_lie_and_a_rule_where_one_does(tmp_path: Pa
         odd.path(TableId("public", "orders"))
 
 
-def test_partitions_are_those_of_the_rule_by_the_names_that_columns_have_in_the_lake(tmp_path: Path) -> None:
+def test_partitions_of_a_rule_use_the_column_names_of_the_lake(tmp_path: Path) -> None:
     settings = settings_of(
         tmp_path,
         "partition_by: [region, _op]",
@@ -112,33 +112,33 @@ def test_partitions_are_those_of_the_rule_by_the_names_that_columns_have_in_the_
         '  "public.named": {columns: {region: area}}',
         '  "public.own": {columns: {region: area}, partition_by: [area]}',
     )
-    assert form(settings, "orders") == TableSpec(partition_by=("region", "_op"))
-    assert form(settings, "plain") == PLAIN_MIRROR
-    assert form(settings, "named").partition_by == ("area", "_op")
-    assert form(settings, "own").partition_by == ("area",)
+    assert spec(settings, "orders") == TableSpec(partition_by=("region", "_op"))
+    assert spec(settings, "plain") == PLAIN_MIRROR
+    assert spec(settings, "named").partition_by == ("area", "_op")
+    assert spec(settings, "own").partition_by == ("area",)
 
 
-def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> None:
+def test_settings_and_tables_have_the_same_metadata_names() -> None:
     assert get_args(MetadataName) == METADATA
 
 
 @pytest.mark.parametrize(
-    ("lines", "line", "where", "said"),
+    ("lines", "line", "where", "message"),
     [
-        (["mode: scd2"], 8, "tables.mode", "there are 'mirror', 'history' and 'append'"),
-        (["metadata: [_seq, _when]"], 8, "tables.metadata[1]", "there are '_op'"),
-        (["mode: append", "soft_delete: true"], 9, "tables.soft_delete", "`mode: append` keeps what is deleted"),
+        (["mode: scd2"], 8, "tables.mode", "known are 'mirror', 'history' and 'append'"),
+        (["metadata: [_seq, _when]"], 8, "tables.metadata[1]", "known are '_op'"),
+        (["mode: append", "soft_delete: true"], 9, "tables.soft_delete", "`mode: append` keeps deleted rows"),
         (["mode: append", "rules:", '  "a.b": {soft_delete: true}'], 10, "tables.rules.a.b.soft_delete", "is for"),
-        (["rules:", '  "a.b": {mod: append}'], 9, "tables.rules.a.b.mod", "not a key we know"),
-        (["rules:", '  "a.b": {evolution: {drop: maybe}}'], 9, "tables.rules.a.b.evolution.drop", "cannot have"),
-        (["rules:", '  "a.b": {evolution: {drp: stop}}'], 9, "tables.rules.a.b.evolution.drp", "not a key we know"),
+        (["rules:", '  "a.b": {mod: append}'], 9, "tables.rules.a.b.mod", "not a known key"),
+        (["rules:", '  "a.b": {evolution: {drop: maybe}}'], 9, "tables.rules.a.b.evolution.drop", "unknown value"),
+        (["rules:", '  "a.b": {evolution: {drp: stop}}'], 9, "tables.rules.a.b.evolution.drp", "not a known key"),
         (["rules:", '  "orders": {mode: append}'], 9, "tables.rules.orders", "names no schema"),
         (["names: all"], 8, "tables.names", "lacks {table}"),
-        (["names: ../{table}"], 8, "tables.names", "one to three folders' names"),
-        (["names: '{schema}/{name}/{table}'"], 8, "tables.names", "one to three folders' names"),
-        (["names: a/b/c/{table}"], 8, "tables.names", "one to three folders' names"),
+        (["names: ../{table}"], 8, "tables.names", "one to three folder names"),
+        (["names: '{schema}/{name}/{table}'"], 8, "tables.names", "one to three folder names"),
+        (["names: a/b/c/{table}"], 8, "tables.names", "one to three folder names"),
         (["rules:", '  "a.b": {name: a/_delta_log}'], 9, "tables.rules.a.b.name", "Delta's own"),
-        (["rules:", '  "a.b": {columns: {x: z, y: Z}}'], 9, "tables.rules.a.b.columns.y", "is what `x` is called"),
+        (["rules:", '  "a.b": {columns: {x: z, y: Z}}'], 9, "tables.rules.a.b.columns.y", "also the new name of `x`"),
         (["partition_by: region"], 8, "tables.partition_by", "must be a list"),
         (["partition_by: [region, Region]"], 8, "tables.partition_by", "names a column twice"),
         (["rules:", '  "a.b": {partition_by: [a, ""]}'], 9, "tables.rules.a.b.partition_by[1]", "must not be empty"),
@@ -146,29 +146,29 @@ def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> Non
         (["rules:", '  "a.b": append'], 9, "tables.rules.a.b", "must be a mapping"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_told_with_its_line_and_remedy(
-    tmp_path: Path, lines: list[str], line: int, where: str, said: str
+def test_a_mistake_is_reported_with_its_line_and_remedy(
+    tmp_path: Path, lines: list[str], line: int, where: str, message: str
 ) -> None:
     (problem,) = check_settings(write(tmp_path, *lines), environment={})
     assert (problem.line, problem.where) == (line, where)
-    assert said in problem.message
+    assert message in problem.message
     assert problem.hint
 
 
 @pytest.mark.parametrize(
-    ("said", "example"),
+    ("rules", "example"),
     [
         ("[append]", 'rules: {"public.orders": '), ('{"a.b": append}', 'rules: {"public.orders": '),
         ('{"a.b": {mode: 3}}', "mode: mirror"), ('{"a.b": {name: [x]}}', "name: gold/sales"),
         ('{"a.b": {columns: [x]}}', "columns: {cust: "),
     ],
 )  # fmt: skip
-def test_the_example_is_of_what_was_written_wrong(tmp_path: Path, said: str, example: str) -> None:
-    (problem,) = check_settings(write(tmp_path, f"rules: {said}"), environment={})
+def test_the_example_shows_the_key_with_the_mistake(tmp_path: Path, rules: str, example: str) -> None:
+    (problem,) = check_settings(write(tmp_path, f"rules: {rules}"), environment={})
     assert f"For example: `{example}" in problem.hint
 
 
-def test_all_that_does_not_go_together_is_told_at_once(tmp_path: Path) -> None:
+def test_all_incompatible_keys_are_reported_at_once(tmp_path: Path) -> None:
     file = write(
         tmp_path,
         "mode: history",
@@ -202,7 +202,7 @@ def test_the_example_for_a_rule_is_the_one_for_all_tables(tmp_path: Path) -> Non
     ["mode: history", "soft_delete: true", "metadata: [_seq]", "on_bad_row: dead-letter",
      'rules: {"a.b": {mode: append}}', 'rules: {"a.b": {columns: {c: d}}}'],
 )  # fmt: skip
-def test_either_engine_writes_tables_of_any_form(tmp_path: Path, engine: str, line: str) -> None:
+def test_either_engine_writes_tables_of_any_spec(tmp_path: Path, engine: str, line: str) -> None:
     assert not check_settings(write(tmp_path, f"engine: {engine}", line), environment={})
 
 
@@ -219,7 +219,7 @@ def test_either_engine_writes_partitions(tmp_path: Path, engine: str) -> None:
         ('rules: {"a.b": {column_mapping: true}}', "tables.rules.a.b.column_mapping"),
     ],
 )  # fmt: skip
-def test_what_delta_rs_does_not_write_is_refused_beside_it(tmp_path: Path, line: str, where: str) -> None:
+def test_features_that_delta_rs_does_not_write_are_refused_with_it(tmp_path: Path, line: str, where: str) -> None:
     (problem,) = check_settings(write(tmp_path, "engine: delta-rs", line), environment={})
     assert (problem.where, problem.line) == (where, 9)
     assert "engine: spark" in problem.hint
@@ -230,5 +230,8 @@ def test_a_rule_decides_what_features_its_tables_get(tmp_path: Path) -> None:
     rule = 'rules: {"a.b": {deletion_vectors: false, column_mapping: true}}'
     file = write(tmp_path, "engine: spark", "deletion_vectors: true", rule)
     layout = load_settings(file, environment={}).tables.layout
-    places = [layout.location(TableId("a", name), "x") for name in ("b", "c")]
-    assert [place.features for place in places] == [Features(column_mapping=True), Features(deletion_vectors=True)]
+    locations = [layout.location(TableId("a", name), "x") for name in ("b", "c")]
+    assert [location.features for location in locations] == [
+        Features(column_mapping=True),
+        Features(deletion_vectors=True),
+    ]

@@ -64,20 +64,20 @@ def test_a_duration_is_a_number_of_seconds_or_has_a_unit(text: str, seconds: flo
 
 
 @pytest.mark.parametrize("text", ["", "GB", "50G", "-1", "1e9", "1,000", "5 0", "0x10", "1_000", "ten", "9999999TB"])
-def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(InvalidQuantity) as refused:
         parse_size(text)
     assert "50GB" in refused.value.hint
 
 
 @pytest.mark.parametrize("text", ["", "d", "5m", "5 months", "1:30", "-1d", "1w", "inf", "nan", "99999d"])
-def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_duration_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(InvalidQuantity) as refused:
         parse_duration(text)
     assert "min, h and d" in refused.value.hint
 
 
-def test_a_log_of_which_only_the_folder_is_given_keeps_a_week_and_has_no_limit(tmp_path: Path) -> None:
+def test_by_default_a_log_keeps_a_week_and_has_no_limit(tmp_path: Path) -> None:
     log = log_of(tmp_path)
     assert log.maintenance_policy == MaintenancePolicy()
     assert log.maintenance_policy.retention == RetentionPolicy(age_seconds=7 * 86_400, bytes=None, max_bytes=None)
@@ -102,7 +102,7 @@ def test_everything_about_the_log_can_be_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("none", ["none", "None", '"none"'])
-def test_none_keeps_for_ever_and_sets_no_limit(tmp_path: Path, none: str) -> None:
+def test_none_keeps_rows_for_ever_and_sets_no_limit(tmp_path: Path, none: str) -> None:
     policy = log_of(
         tmp_path, f"max_bytes: {none}", f"retention: {{age: {none}, bytes: {none}}}"
     ).maintenance_policy.retention
@@ -114,7 +114,7 @@ def test_a_limit_may_come_from_the_environment(tmp_path: Path) -> None:
     assert (log.max_bytes, log.grace) == (2 << 30, 30.0)
 
 
-def test_a_log_with_a_limit_seals_before_the_unsealed_fills_it(tmp_path: Path) -> None:
+def test_a_log_with_a_limit_seals_before_unsealed_commits_fill_it(tmp_path: Path) -> None:
     assert log_of(tmp_path, "max_bytes: 64MiB").maintenance_policy.seal_bytes == 8 << 20
     assert log_of(tmp_path, "max_bytes: 64GiB").maintenance_policy.seal_bytes == 128 << 20
 
@@ -135,17 +135,17 @@ def test_a_log_with_a_limit_seals_before_the_unsealed_fills_it(tmp_path: Path) -
         (["retention:", "  age:"], 8, "log.retention.age", "has no value", "7d"),
         (["retention:", "  age: 7d", "  bytes: 1:30"], 9, "log.retention.bytes", "is not a size", "GiB"),
         (["seal:", "  bytes: none"], 8, "log.seal.bytes", "is not a size", "MiB"),
-        (["seal: {commits: 0}"], 7, "log.seal.commits", "whole number from 1 on", "commits: 4096"),
-        (["seal: {commits: 1.5}"], 7, "log.seal.commits", "whole number from 1 on", "commits: 4096"),
-        (["seal: {commits: many}"], 7, "log.seal.commits", "whole number from 1 on", "commits: 4096"),
+        (["seal: {commits: 0}"], 7, "log.seal.commits", "whole number, 1 or larger", "commits: 4096"),
+        (["seal: {commits: 1.5}"], 7, "log.seal.commits", "whole number, 1 or larger", "commits: 4096"),
+        (["seal: {commits: many}"], 7, "log.seal.commits", "whole number, 1 or larger", "commits: 4096"),
         (["seal: {age: none}"], 7, "log.seal.age", "is not a length of time", "7d"),
-        (["seal: {size: 5MB}"], 7, "log.seal.size", "is not a key we know", "Known here: bytes, commits, age"),
+        (["seal: {size: 5MB}"], 7, "log.seal.size", "is not a known key", "Known here: bytes, commits, age"),
         (["grace: 5m"], 7, "log.grace", "is not a length of time", "min"),
-        (["max_byte: 5GB"], 7, "log.max_byte", "is not a key we know", "Did you mean `max_bytes`?"),
-        (["commits: 5"], 7, "log.commits", "is not a key we know", "It belongs under `log.seal`."),
+        (["max_byte: 5GB"], 7, "log.max_byte", "is not a known key", "Did you mean `max_bytes`?"),
+        (["commits: 5"], 7, "log.commits", "is not a known key", "Move it: it belongs under `log.seal`."),
     ],
 )
-def test_a_mistake_about_the_log_is_told_with_its_line_and_remedy(
+def test_a_mistake_is_reported_with_its_line_and_remedy(
     tmp_path: Path, lines: list[str], line: int, where: str, message: str, hint: str
 ) -> None:
     problem = problem_of(tmp_path, *lines)
@@ -182,7 +182,7 @@ def test_a_log_may_be_in_an_object_store(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(found.path)).options == found.path.options
 
 
-def test_a_log_is_one_log_by_either_spelling_of_its_store(tmp_path: Path) -> None:
+def test_both_url_schemes_of_a_store_are_the_same_log(tmp_path: Path) -> None:
     file = in_store(tmp_path)
     ours = load_settings(file, environment={}).log.path
     file.write_text(file.read_text().replace("s3://", "s3a://"))
@@ -190,7 +190,7 @@ def test_a_log_is_one_log_by_either_spelling_of_its_store(tmp_path: Path) -> Non
     assert (sparks, str(sparks)) == (ours, "s3://my-bucket/shop/changes")
 
 
-def test_a_store_that_was_never_tried_is_told_from_those_that_were(tmp_path: Path) -> None:
+def test_an_untested_store_is_refused_with_the_list_of_tested_ones(tmp_path: Path) -> None:
     file = in_store(tmp_path)
     file.write_text(file.read_text().replace("s3://", "gs://"))
     (problem,) = check_settings(file, environment={})
@@ -198,16 +198,16 @@ def test_a_store_that_was_never_tried_is_told_from_those_that_were(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [("s3://b/x", "s3://bucket/prefix"), ("s3://My_Bucket/x", "s3://bucket"), ("s3://bucket/../x", "s3://bucket"),
      ("https://bucket/x", "s3://bucket"), ("s3://", "s3://bucket"), ("s3a://k:secret@bucket/x", "s3://bucket")],
 )  # fmt: skip
-def test_an_address_that_is_none_is_told(tmp_path: Path, path: str, said: str) -> None:
+def test_an_invalid_address_is_reported(tmp_path: Path, path: str, message: str) -> None:
     file = in_store(tmp_path)
     file.write_text(file.read_text().replace("s3://my-bucket/shop/changes", path))
     (problem,) = check_settings(file, environment={})
     assert problem.where == "log.path"
-    assert said in problem.message
+    assert message in problem.message
     assert "secret" not in str(problem)
 
 
@@ -220,4 +220,4 @@ def test_an_endpoint_is_an_address_and_nothing_more(tmp_path: Path, endpoint: st
 
 def test_a_folder_has_no_endpoint(tmp_path: Path) -> None:
     problem = problem_of(tmp_path, "endpoint: https://minio:9000")
-    assert (problem.where, "but is a folder" in problem.message) == ("log", True)
+    assert (problem.where, "has an endpoint or a region" in problem.message) == ("log", True)

@@ -1,4 +1,4 @@
-"""The `load:` and `spark:` sections: what they may say, and every mistake in them with its line."""
+"""The `load:` and `spark:` sections, and every mistake in them with its line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def problem_of(folder: Path, section: str, *lines: str) -> Problem:
     return problem
 
 
-def test_without_a_word_about_it_tables_are_loaded_once_over_two_connections(tmp_path: Path) -> None:
+def test_by_default_tables_are_loaded_once_over_two_connections(tmp_path: Path) -> None:
     load = settings_of(tmp_path, "load", "throttle: true").load
     assert (load.mode, load.way, load.connections, load.chunk) == ("initial", "auto", 2, 64 << 20)
     assert (load.time_limit, load.chunk_timeout, load.throttle, load.standby) == (3600.0, 900.0, True, None)
@@ -79,7 +79,7 @@ def test_the_password_of_a_standby_is_encoded_and_shown_nowhere(tmp_path: Path) 
     assert "w0rd" not in repr(settings)
 
 
-def test_a_setting_of_spark_s_may_be_written_as_text_number_or_truth(tmp_path: Path) -> None:
+def test_a_spark_setting_may_be_text_number_or_boolean(tmp_path: Path) -> None:
     lines = ['master: "local[4]"', "settings:"]
     lines += ["  spark.driver.memory: 2g", "  spark.sql.shuffle.partitions: 8", "  spark.ui.enabled: true"]
     spark = settings_of(tmp_path, "spark", *lines).spark
@@ -94,13 +94,13 @@ def test_a_setting_of_spark_s_may_be_written_as_text_number_or_truth(tmp_path: P
 @pytest.mark.parametrize(
     ("section", "lines", "line", "where", "message", "hint"),
     [
-        ("load", ["mode: sometimes"], 8, "load.mode", "has a value it cannot have", MODES),
+        ("load", ["mode: sometimes"], 8, "load.mode", "has an unknown value", MODES),
         ("load", ["mode:"], 8, "load.mode", "has no value", MODES),
-        ("load", ["modes: {public.a: sometimes}"], 8, "load.modes.public.a", "has a value it cannot have", MODES),
+        ("load", ["modes: {public.a: sometimes}"], 8, "load.modes.public.a", "has an unknown value", MODES),
         ("load", ["modes:", "  a: never"], 9, "load.modes.a", "names no schema", '"public.a"'),
         ("load", ["modes:", '  "public.[a": never'], 9, "load.modes.public.[a", "does not close it", "[[]"),
         ("load", ["modes: [public.a]"], 8, "load.modes", "must be a mapping", "never"),
-        ("load", ["way: fast"], 8, "load.way", "has a value it cannot have", "`way: chunked`"),
+        ("load", ["way: fast"], 8, "load.way", "has an unknown value", "`way: chunked`"),
         ("load", ["connections: 0"], 8, "load.connections", "from 1 to 99", "`connections: 4`"),
         ("load", ["connections: 100"], 8, "load.connections", "from 1 to 99", "`connections: 4`"),
         ("load", ["connections: many"], 8, "load.connections", "from 1 to 99", "`connections: 4`"),
@@ -114,17 +114,17 @@ def test_a_setting_of_spark_s_may_be_written_as_text_number_or_truth(tmp_path: P
         ("load", ["standby: standby.example.com"], 8, "load.standby", "must be a URL", "postgresql://"),
         ("load", ["standby: mysql://h/d"], 8, "load.standby", "not available yet", "postgresql://"),
         ("load", ["standby: ${NOWHERE}"], 8, "load.standby", "NOWHERE, which is not set", "Set it"),
-        ("load", ["standby: postgresql://s/d", "way: exact"], 8, "load", "`standby` beside `way: exact`", "chunked"),
-        ("load", ["connection: 2"], 8, "load.connection", "is not a key we know", "Did you mean `connections`?"),
-        ("load", ["master: x"], 8, "load.master", "is not a key we know", "It belongs under `spark`."),
-        ("load", ["zzz: 1"], 8, "load.zzz", "is not a key we know", "Known here: mode, modes, way, connections"),
+        ("load", ["standby: postgresql://s/d", "way: exact"], 8, "load", "both `standby` and `way: exact`", "chunked"),
+        ("load", ["connection: 2"], 8, "load.connection", "is not a known key", "Did you mean `connections`?"),
+        ("load", ["master: x"], 8, "load.master", "is not a known key", "Move it: it belongs under `spark`."),
+        ("load", ["zzz: 1"], 8, "load.zzz", "is not a known key", "Known here: mode, modes, way, connections"),
         ("spark", ["master: 4"], 8, "spark.master", "must be text", "local[4]"),
         ("spark", ["settings: 2g"], 8, "spark.settings", "must be a mapping", "spark.driver.memory"),
         ("spark", ["settings:", "  spark.x: [1]"], 9, "spark.settings.spark.x", "must be text", "spark.driver.memory"),
-        ("spark", ["memory: 2g"], 8, "spark.memory", "is not a key we know", "Known here: master, settings"),
+        ("spark", ["memory: 2g"], 8, "spark.memory", "is not a known key", "Known here: master, settings"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_told_with_its_line_and_remedy(
+def test_a_mistake_is_reported_with_its_line_and_remedy(
     tmp_path: Path, section: str, lines: list[str], line: int, where: str, message: str, hint: str
 ) -> None:
     problem = problem_of(tmp_path, section, *lines)
@@ -133,10 +133,10 @@ def test_a_mistake_is_told_with_its_line_and_remedy(
     assert hint in problem.hint
 
 
-@pytest.mark.parametrize(("text", "said"), [("load: fast", "must be a mapping"), ("load:", "has no value")])
-def test_a_section_that_is_no_mapping_is_told(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [("load: fast", "must be a mapping"), ("load:", "has no value")])
+def test_a_section_that_is_not_a_mapping_is_reported(tmp_path: Path, text: str, message: str) -> None:
     file = write(tmp_path, "load", "throttle: true")
     file.write_text(file.read_text().replace("load:\n  throttle: true", text))
     (problem,) = check_settings(file, environment={})
-    assert (problem.line, problem.where, problem.message) == (7, "load", said)
+    assert (problem.line, problem.where, problem.message) == (7, "load", message)
     assert "connections: 4" in problem.hint

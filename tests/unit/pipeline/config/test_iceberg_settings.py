@@ -1,4 +1,4 @@
-"""What `tables:` may say of Iceberg tables and their catalog, and every mistake in it with its line."""
+"""The settings of Iceberg tables and their catalog, and every mistake in them with its line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def catalog(folder: Path, *lines: str) -> Catalog:
     return found
 
 
-def test_without_a_word_about_it_the_folder_is_the_catalog(tmp_path: Path) -> None:
+def test_by_default_the_folder_is_the_catalog(tmp_path: Path) -> None:
     assert catalog(tmp_path) == Catalog(kind="hadoop", root=tmp_path / "lake")
     assert catalog(tmp_path, "engine: spark", "catalog: {type: hadoop}").kind == "hadoop"
 
@@ -63,7 +63,7 @@ def test_a_credential_for_a_token_is_kept_secret(tmp_path: Path) -> None:
     assert "s3cret" not in f"{found!r} {settings_of(tmp_path, *lines)!r}"
 
 
-def test_a_database_may_ask_for_a_password_and_more_is_passed_on(tmp_path: Path) -> None:
+def test_a_database_may_ask_for_a_password_and_properties_are_passed_on(tmp_path: Path) -> None:
     found = catalog(
         tmp_path,
         "catalog:",
@@ -80,22 +80,27 @@ def test_a_database_may_ask_for_a_password_and_more_is_passed_on(tmp_path: Path)
 @pytest.mark.parametrize(
     ("lines", "line", "where", "message"),
     [
-        (["engine: delta-rs"], 9, "tables.engine", "written by Spark"),
-        (["catalog: {type: hive}"], 9, "tables.catalog.type", "cannot have"),
-        (["catalog: {typ: rest}"], 9, "tables.catalog.typ", "not a key we know"),
+        (["engine: delta-rs"], 9, "tables.engine", "Spark writes Iceberg tables"),
+        (["catalog: {type: hive}"], 9, "tables.catalog.type", "unknown value"),
+        (["catalog: {typ: rest}"], 9, "tables.catalog.typ", "not a known key"),
         (["catalog: {type: rest}"], 9, "tables.catalog", "has no `uri`"),
-        (["catalog: {type: rest, uri: ftp://h}"], 9, "tables.catalog", "begins with http://"),
-        (["catalog: {type: jdbc, uri: jdbc:oracle:x}"], 9, "tables.catalog", "begins with jdbc:postgresql://"),
+        (["catalog: {type: rest, uri: ftp://h}"], 9, "tables.catalog", "must begin with http://"),
+        (["catalog: {type: jdbc, uri: jdbc:oracle:x}"], 9, "tables.catalog", "must begin with jdbc:postgresql://"),
         (["catalog: {type: hadoop, uri: x}"], 9, "tables.catalog.uri", "not for `type: hadoop`"),
         (["catalog: {type: jdbc, uri: 'jdbc:sqlite:/x', token: k}"], 9, "tables.catalog.token", "not for `type: jdbc`"),
-        (["column_mapping: true"], 9, "tables.column_mapping", "not known to `format: iceberg`"),
-        (["rules: {'public.t': {deletion_vectors: true}}"], 9, "tables.rules.public.t.deletion_vectors", "not known"),
+        (["column_mapping: true"], 9, "tables.column_mapping", "not supported by `format: iceberg`"),
+        (
+            ["rules: {'public.t': {deletion_vectors: true}}"],
+            9,
+            "tables.rules.public.t.deletion_vectors",
+            "not supported",
+        ),
         (["mode: append", "soft_delete: true"], 10, "tables.soft_delete", "is for `mode: mirror`"),
         (["names: '{table}'"], 9, "tables.names", "no namespace"),
         (["rules: {'public.t': {name: t}}"], 9, "tables.rules.public.t.name", "no namespace"),
     ],
 )
-def test_every_mistake_is_told_where_it_stands(
+def test_a_mistake_is_reported_with_its_line(
     tmp_path: Path, lines: list[str], line: int, where: str, message: str
 ) -> None:
     (problem,) = check_settings(write(tmp_path, *lines), environment={})
@@ -111,7 +116,7 @@ def test_a_delta_table_has_no_catalog(tmp_path: Path) -> None:
     assert (problem.where, "needs no catalog" in problem.message) == ("tables.catalog", True)
 
 
-def test_all_that_iceberg_does_not_do_is_told_at_once(tmp_path: Path) -> None:
+def test_everything_that_iceberg_does_not_support_is_reported_at_once(tmp_path: Path) -> None:
     file = write(tmp_path, "engine: delta-rs", "catalog: {type: rest, user: u, password: p}")
     found = check_settings(file, environment={})
     assert [problem.where for problem in found] == ["tables.catalog", "tables.catalog.user", "tables.catalog.password"]
@@ -120,11 +125,9 @@ def test_all_that_iceberg_does_not_do_is_told_at_once(tmp_path: Path) -> None:
     assert [problem.where for problem in found] == ["tables.engine", "tables.soft_delete", "tables.column_mapping"]
 
 
-@pytest.mark.parametrize(("said", "kept"), [("true", True), ("false", False), ("copy", "copy")])
-def test_what_loads_made_of_iceberg_tables_is_kept_as_the_settings_say(
-    tmp_path: Path, said: str, kept: bool | str
-) -> None:
-    assert settings_of(tmp_path, f"keep_seed: {said}").tables.keep_seed == kept
+@pytest.mark.parametrize(("setting", "kept"), [("true", True), ("false", False), ("copy", "copy")])
+def test_kept_loads_of_iceberg_tables_follow_the_settings(tmp_path: Path, setting: str, kept: bool | str) -> None:
+    assert settings_of(tmp_path, f"keep_seed: {setting}").tables.keep_seed == kept
     assert settings_of(tmp_path).tables.keep_seed is True
 
 
@@ -133,7 +136,7 @@ def test_an_iceberg_table_may_be_partitioned(tmp_path: Path) -> None:
     assert settings.tables.spec_of(TableId("public", "t")).partition_by == ("region", "_is_deleted")
 
 
-def test_an_iceberg_table_may_set_rows_aside(tmp_path: Path) -> None:
+def test_an_iceberg_table_may_have_dead_letters(tmp_path: Path) -> None:
     rule = "{do: sha256, columns: [a], on_error: dead-letter}"
     file = write(tmp_path, "on_bad_row: dead-letter")
     file.write_text(f"{file.read_text()}transforms:\n  rules: [{rule}]\n")

@@ -27,7 +27,7 @@ CONTRACT = """\
 name: shop
 source:
   url: postgresql://tailrace:${PGPASSWORD}@localhost:5432/shop   # ${VAR} from the environment
-  tables: ["public.*"]            # globs over schema.table; `exclude:` beside it
+  tables: ["public.*"]            # globs over schema.table; `exclude:` too
 log: ./shop/changes               # folder; paths are relative to this file
 tables:
   format: delta
@@ -59,14 +59,14 @@ def problem_of(folder: Path, text: str | bytes, **environment: str) -> Problem:
 
 
 def source(*tables: str, exclude: tuple[str, ...] = ()) -> SourceSettings:
-    given = {"url": "postgresql://host/db", "tables": tables, "exclude": exclude}
-    return SourceSettings.model_validate(given)
+    values = {"url": "postgresql://host/db", "tables": tables, "exclude": exclude}
+    return SourceSettings.model_validate(values)
 
 
 # ---- what is accepted
 
 
-def test_the_file_of_the_contract_loads_with_its_paths_beside_it(tmp_path: Path) -> None:
+def test_the_documented_file_loads_and_its_paths_start_at_its_folder(tmp_path: Path) -> None:
     settings = settings_of(tmp_path)
     assert settings.name == "shop"
     assert settings.source.url == "postgresql://tailrace:s3cret-word@localhost:5432/shop"
@@ -78,7 +78,7 @@ def test_the_file_of_the_contract_loads_with_its_paths_beside_it(tmp_path: Path)
     assert settings.file == tmp_path / "tailrace.yaml"
 
 
-def test_slot_and_publication_are_ours_to_name_and_create_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+def test_slot_and_publication_are_named_and_created_by_default(tmp_path: Path) -> None:
     plain = settings_of(tmp_path).source
     assert (plain.slot.name, plain.slot.create) == (None, True)
     assert (plain.publication.name, plain.publication.create) == (None, True)
@@ -200,19 +200,19 @@ def test_only_the_password_is_encoded_in_a_url_of_variables(tmp_path: Path) -> N
     assert settings.source.url == "postgresql://me:a%40b@[::1]:5432/db?sslmode=require"
 
 
-def test_a_variable_that_is_not_set_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_variable_that_is_not_set_is_reported_with_its_line(tmp_path: Path) -> None:
     problem = problem_of(tmp_path, CONTRACT.replace("PGPASSWORD", "NO_SUCH"))
     assert (problem.line, problem.column, problem.where) == (4, 30, "source.url")
     assert "NO_SUCH, which is not set" in problem.message
     assert "${NO_SUCH:-default}" in problem.hint
 
 
-def test_every_variable_that_is_not_set_is_named_on_its_own_line(tmp_path: Path) -> None:
+def test_every_variable_that_is_not_set_is_reported_on_its_own_line(tmp_path: Path) -> None:
     text = CONTRACT.replace("./shop/changes ", '"./${ONE}\n  ${TWO}"')
-    found = [(problem.line, problem.message) for problem in problems_of(tmp_path, text)]
-    assert [line for line, _ in found] == [6, 7]
-    assert "ONE" in found[0][1]
-    assert "TWO" in found[1][1]
+    lines_and_messages = [(problem.line, problem.message) for problem in problems_of(tmp_path, text)]
+    assert [line for line, _ in lines_and_messages] == [6, 7]
+    assert "ONE" in lines_and_messages[0][1]
+    assert "TWO" in lines_and_messages[1][1]
 
 
 @pytest.mark.parametrize("written", ["${}", "${1X}", "${X", "${X-y}", "${A:-${B}}"])
@@ -279,12 +279,14 @@ def test_messages_are_chosen_by_their_prefix() -> None:
     [
         ('messages: ["a["]', "source.messages[0]", "opens a bracket", "[[]"),
         ("messages: orders", "source.messages", "must be a list", 'messages: ["orders"'),
-        ("origin: maybe", "source.origin", "cannot have", "origin: none"),
-        ("invalid_text: drop", "source.invalid_text", "cannot have", "invalid_text: replace"),
+        ("origin: maybe", "source.origin", "unknown value", "origin: none"),
+        ("invalid_text: drop", "source.invalid_text", "unknown value", "invalid_text: replace"),
         ("invalid_text:", "source.invalid_text", "has no value", "invalid_text: replace"),
     ],
 )
-def test_how_the_source_is_read_is_checked_too(tmp_path: Path, line: str, where: str, message: str, hint: str) -> None:
+def test_settings_of_how_the_source_is_read_are_checked(
+    tmp_path: Path, line: str, where: str, message: str, hint: str
+) -> None:
     problem = problem_of(tmp_path, CONTRACT.replace('["public.*"]', f'["public.*"]\n  {line}'))
     assert (problem.line, problem.where) == (6, where)
     assert message in problem.message
@@ -302,7 +304,7 @@ def test_how_the_source_is_read_is_checked_too(tmp_path: Path, line: str, where:
         ("public.[ab", "opens a bracket", "[[]"),
     ],
 )
-def test_a_glob_that_cannot_be_meant_is_refused(tmp_path: Path, glob: str, message: str, hint: str) -> None:
+def test_an_impossible_glob_is_refused(tmp_path: Path, glob: str, message: str, hint: str) -> None:
     problem = problem_of(tmp_path, CONTRACT.replace('["public.*"]', f'["a.b", "{glob}"]'))
     assert (problem.line, problem.column, problem.where) == (5, 19, "source.tables[1]")
     assert message in problem.message
@@ -330,22 +332,22 @@ def test_a_glob_that_cannot_be_meant_is_refused(tmp_path: Path, glob: str, messa
         ('["public.*"]', "[5]", 5, "source.tables[0]", "must be text", 'tables: ["public.*"]'),
         ("log: ./shop/changes", "log: 5", 6, "log", "must be a mapping", "log: ./shop/changes"),
         ("log: ./shop/changes", "log:", 6, "log", "has no value", "log: ./shop/changes"),
-        ("log: ./shop/changes", 'log: ""', 6, "log", "must be a folder's path", "./shop/changes"),
-        ("log: ./shop/changes", r'log: "a\0b"', 6, "log", "must be a folder's path", "./shop/changes"),
-        ("log: ./shop/changes", "log: {path: 5}", 6, "log.path", "must be a folder's path", "./shop/changes"),
+        ("log: ./shop/changes", 'log: ""', 6, "log", "must be the path of a folder", "./shop/changes"),
+        ("log: ./shop/changes", r'log: "a\0b"', 6, "log", "must be the path of a folder", "./shop/changes"),
+        ("log: ./shop/changes", "log: {path: 5}", 6, "log.path", "must be the path of a folder", "./shop/changes"),
         ("log: ./shop/changes", "log: gs://bucket/x", 6, "log", "or `s3://bucket/prefix`", "my-bucket"),
         ("log: ./shop/changes", "log: {}", 6, "log.path", "is missing", "log: ./shop/changes"),
-        ("format: delta", "format: csv", 8, "tables.format", "no table format", "format: delta"),
-        ("format: delta", "format: 1", 8, "tables.format", "cannot have", "format: delta"),
+        ("format: delta", "format: csv", 8, "tables.format", "not a table format", "format: delta"),
+        ("format: delta", "format: 1", 8, "tables.format", "unknown value", "format: delta"),
         ("  path: ./shop/lake", "", 7, "tables.path", "is missing", "path: ./shop/lake"),
         ("./shop/lake", "s3a://bucket/lake", 9, "tables.path", "lake tables need a file system", "all machines share"),
-        ("./shop/lake", "./shop/changes", 9, "tables.path", "is the log's folder", "side by side"),
-        ("./shop/lake", "shop/../shop/changes/", 9, "tables.path", "is the log's folder", "side by side"),
-        ("./shop/lake", "./shop/changes/lake", 9, "tables.path", "lies inside the log's", "side by side"),
-        ("./shop/lake", "./shop", 9, "tables.path", "holds the log's folder", "side by side"),
+        ("./shop/lake", "./shop/changes", 9, "tables.path", "is the log's folder", "separate folders"),
+        ("./shop/lake", "shop/../shop/changes/", 9, "tables.path", "is the log's folder", "separate folders"),
+        ("./shop/lake", "./shop/changes/lake", 9, "tables.path", "is inside the log's", "separate folders"),
+        ("./shop/lake", "./shop", 9, "tables.path", "contains the log's folder", "separate folders"),
     ],
 )
-def test_a_mistake_is_told_with_its_line_and_remedy(
+def test_a_mistake_is_reported_with_its_line_and_remedy(
     tmp_path: Path, old: str, new: str, line: int, where: str, message: str, hint: str
 ) -> None:
     assert old in CONTRACT
@@ -363,7 +365,7 @@ def test_a_mistake_is_told_with_its_line_and_remedy(
         ("mysql://u:topsecret@h/db", "MySQL (`mysql://`), which is not available yet"),
         ("mariadb://u:topsecret@h/db", "MariaDB (`mariadb://`), which is not available yet"),
         ("mssql+pyodbc://u:topsecret@h/db", "SQL Server"),
-        ("http://u:topsecret@h/db", "no source we know"),
+        ("http://u:topsecret@h/db", "not a known source"),
         ("host=h password=topsecret", "must be a URL"),
         ("postgresql://u:top@secret@h/db", "special character"),
         ("postgresql://u:top/secret@h/db", "has a port that is not a number"),
@@ -395,45 +397,43 @@ def test_a_url_we_cannot_use_is_refused_without_being_shown(tmp_path: Path, url:
         (f"publication: {{name: {'ü' * 28}}}", "source.publication.name", "1 to 55 bytes"),
     ],
 )
-def test_a_slot_or_publication_that_cannot_be_meant_is_refused(
-    tmp_path: Path, slot: str, where: str, message: str
-) -> None:
+def test_an_impossible_slot_or_publication_is_refused(tmp_path: Path, slot: str, where: str, message: str) -> None:
     problem = problem_of(tmp_path, CONTRACT.replace("log:", f"  {slot}\nlog:"))
     assert (problem.line, problem.where) == (6, where)
     assert message in problem.message
 
 
-def test_a_type_of_source_is_told_by_its_url(tmp_path: Path) -> None:
+def test_a_source_type_is_refused_because_the_url_says_it(tmp_path: Path) -> None:
     problem = problem_of(tmp_path, CONTRACT.replace("log:", "  type: postgresql\nlog:"))
-    assert (problem.where, problem.message) == ("source.type", "is not a key we know")
-    assert problem.hint == "Remove it: the `url` says what the source is, as `postgresql://…` does."
+    assert (problem.where, problem.message) == ("source.type", "is not a known key")
+    assert problem.hint == "Remove it: the scheme of `url` says what the source is, e.g. `postgresql://…`."
 
 
 @pytest.mark.parametrize(
     ("line_added", "where", "hint"),
     [
         ("sorce: x", "sorce", "Did you mean `source`?"),
-        ("exclude: []", "exclude", "It belongs under `source`."),
-        ("path: x", "path", "It belongs under `log` or under `tables`."),
+        ("exclude: []", "exclude", "Move it: it belongs under `source`."),
+        ("path: x", "path", "Move it: it belongs under `log` or under `tables`."),
         ("colour: red", "colour", "Known here: name, source, log, tables, load, spark, transforms."),
-        ("file: x", "file", "It belongs under `tables.upkeep`."),
+        ("file: x", "file", "Move it: it belongs under `tables.upkeep`."),
         ("<<: {a: b}", "<<", "Known here: name, source, log, tables, load, spark, transforms."),
         ("1: x", "1", "Known here: name, source, log, tables, load, spark, transforms."),
     ],
 )
-def test_an_unknown_key_is_told_with_what_was_probably_meant(
+def test_an_unknown_key_is_reported_with_the_probable_one(
     tmp_path: Path, line_added: str, where: str, hint: str
 ) -> None:
     problem = problem_of(tmp_path, CONTRACT + line_added)
     assert (problem.line, problem.column, problem.where) == (10, 1, where)
-    assert problem.message == "is not a key we know"
+    assert problem.message == "is not a known key"
     assert hint in problem.hint
 
 
-def test_a_key_given_twice_is_told_with_both_lines(tmp_path: Path) -> None:
+def test_a_key_set_twice_is_reported_with_both_lines(tmp_path: Path) -> None:
     problem = problem_of(tmp_path, CONTRACT + "name: other\n")
     assert (problem.line, problem.where) == (10, "name")
-    assert problem.message == "is given twice; first on line 2"
+    assert problem.message == "is set twice; first on line 2"
 
 
 # ---- files that are not settings at all
@@ -448,7 +448,7 @@ def test_a_key_given_twice_is_told_with_both_lines(tmp_path: Path) -> None:
         ("shop", 1, "must be a mapping", "name, source, log and tables"),
         ("name: shop\nsource:\n\turl: x\n", 3, "a tab", "spaces"),
         ("name:\tshop\n", 1, "a tab", "spaces"),
-        ("name: shop\nsource: a: b\n", 2, "a `:` stands", "quotes"),
+        ("name: shop\nsource: a: b\n", 2, "there is a `:`", "quotes"),
         ("name: [shop\n", 2, "this is not YAML", "brackets"),
         ('name: "shop\n', 2, "this is not YAML", "quotes"),
         ("name: shop\n---\nname: b\n", 2, "a second document", "---"),
@@ -461,7 +461,7 @@ def test_a_key_given_twice_is_told_with_both_lines(tmp_path: Path) -> None:
         (b"#" * (2 << 20), 0, "larger than 1 MiB", "right file"),
     ],
 )
-def test_a_file_that_is_no_settings_file_is_told_with_its_line(
+def test_a_file_that_is_not_a_settings_file_is_reported_with_its_line(
     tmp_path: Path, text: str | bytes, line: int, message: str, hint: str
 ) -> None:
     problem = problem_of(tmp_path, text)
@@ -483,7 +483,7 @@ def test_aliases_that_multiply_are_a_problem_and_not_a_full_memory(tmp_path: Pat
     assert any("too many values" in problem.message for problem in problems)
 
 
-def test_a_missing_file_a_folder_and_an_unreadable_path_are_told(tmp_path: Path) -> None:
+def test_a_missing_file_a_folder_and_an_unreadable_path_are_reported(tmp_path: Path) -> None:
     (missing,) = check_settings(tmp_path / "none.yaml")
     (folder,) = check_settings(tmp_path)
     (through_a_file,) = check_settings(write(tmp_path) / "x.yaml")
@@ -511,7 +511,7 @@ name: again
 """
 
 
-def test_every_problem_is_told_in_the_order_of_the_lines(tmp_path: Path) -> None:
+def test_every_problem_is_reported_in_the_order_of_the_lines(tmp_path: Path) -> None:
     assert [(problem.line, problem.where) for problem in problems_of(tmp_path, MANY)] == [
         (1, "name"),
         (3, "source.url"),
@@ -525,12 +525,12 @@ def test_every_problem_is_told_in_the_order_of_the_lines(tmp_path: Path) -> None
     ]
 
 
-def test_folders_inside_one_another_are_told_beside_other_problems(tmp_path: Path) -> None:
+def test_nested_folders_are_reported_together_with_other_problems(tmp_path: Path) -> None:
     text = CONTRACT.replace("./shop/lake", "./shop/changes/lake").replace("delta", "csv", 1)
     assert [problem.where for problem in problems_of(tmp_path, text)] == ["tables.format", "tables.path"]
 
 
-def test_loading_tells_the_first_problem_and_how_many_more(tmp_path: Path) -> None:
+def test_loading_reports_the_first_problem_and_the_number_of_others(tmp_path: Path) -> None:
     file = write(tmp_path, MANY)
     with pytest.raises(ConfigError) as caught:
         load_settings(file, environment={})
@@ -554,7 +554,7 @@ def test_a_file_that_checks_clean_loads(tmp_path: Path) -> None:
 # ---- secrets
 
 
-def test_the_url_shows_in_no_form_of_the_settings(tmp_path: Path) -> None:
+def test_no_text_form_of_the_settings_shows_the_url(tmp_path: Path) -> None:
     settings = settings_of(tmp_path)
     shown = [
         repr(settings),
@@ -570,34 +570,34 @@ def test_the_password_shows_in_no_error_and_in_no_traceback(tmp_path: Path) -> N
     file = write(tmp_path, CONTRACT.replace("5432", "port").replace("name: shop", "name: my shop"))
     with pytest.raises(ConfigError) as caught:
         load_settings(file, environment=ENVIRONMENT)
-    told = "".join(traceback.format_exception(caught.value)) + str(check_settings(file, environment=ENVIRONMENT))
-    assert "s3cret-word" not in told
+    shown = "".join(traceback.format_exception(caught.value)) + str(check_settings(file, environment=ENVIRONMENT))
+    assert "s3cret-word" not in shown
     with pytest.raises(ValidationError) as refused:
         SourceSettings.model_validate({"url": "mysql://u:s3cret-word@h/db", "tables": ["a.b"]})
     assert "s3cret-word" not in str(refused.value)
 
 
-def test_what_to_do_about_changes_of_shape_is_said_by_kind(tmp_path: Path) -> None:
+def test_evolution_policies_are_set_by_kind_of_schema_change(tmp_path: Path) -> None:
     assert settings_of(tmp_path).tables.evolution.policies == DEFAULT_POLICIES
-    given = settings_of(tmp_path, CONTRACT + "  evolution: {drop: apply, retype: stop}\n").tables.evolution
-    assert given.policies == replace(DEFAULT_POLICIES, drop=EvolutionPolicy.APPLY, retype=EvolutionPolicy.STOP)
+    evolution = settings_of(tmp_path, CONTRACT + "  evolution: {drop: apply, retype: stop}\n").tables.evolution
+    assert evolution.policies == replace(DEFAULT_POLICIES, drop=EvolutionPolicy.APPLY, retype=EvolutionPolicy.STOP)
 
 
-def test_a_file_that_says_nothing_of_narrower_types_stops_at_them_where_it_stops_at_others(tmp_path: Path) -> None:
-    """It was written when such were no kind of their own."""
-    for said, wanted in (
+def test_a_file_without_narrow_stops_at_narrower_types_where_it_stops_at_others(tmp_path: Path) -> None:
+    """Such a file was written before `narrow` was a kind of its own."""
+    for setting, expected in (
         ("{}", ("narrow", EvolutionPolicy.REFRESH)),
         ("{retype: stop}", ("retype", EvolutionPolicy.STOP)),
         ("{widen: stop}", ("widen", EvolutionPolicy.STOP)),
         ("{narrow: stop}", ("narrow", EvolutionPolicy.STOP)),
         ("{narrow: refresh, retype: stop, widen: stop}", ("narrow", EvolutionPolicy.REFRESH)),
     ):
-        given = settings_of(tmp_path, f"{CONTRACT}  evolution: {said}\n").tables.evolution
-        assert given.policies.narrow_policy == wanted
+        evolution = settings_of(tmp_path, f"{CONTRACT}  evolution: {setting}\n").tables.evolution
+        assert evolution.policies.narrow_policy == expected
 
 
 @pytest.mark.parametrize(
-    ("said", "where", "message"),
+    ("setting", "where", "message"),
     [
         ("{drop: maybe}", "tables.evolution.drop", "keep-null"),
         ("{retype: apply}", "tables.evolution.retype", "refresh"),
@@ -606,27 +606,27 @@ def test_a_file_that_says_nothing_of_narrower_types_stops_at_them_where_it_stops
         ("stop", "tables.evolution", ""),
     ],
 )
-def test_a_mistake_about_changes_of_shape_is_told_with_what_may_stand_there(
-    tmp_path: Path, said: str, where: str, message: str
+def test_a_mistake_in_evolution_is_reported_with_the_known_values(
+    tmp_path: Path, setting: str, where: str, message: str
 ) -> None:
-    problem = problem_of(tmp_path, f"{CONTRACT}  evolution: {said}\n")
+    problem = problem_of(tmp_path, f"{CONTRACT}  evolution: {setting}\n")
     assert (problem.line, problem.where) == (10, where)
     assert message in problem.message + problem.hint
 
 
-def test_upkeep_is_on_and_removes_nothing_unless_told(tmp_path: Path) -> None:
+def test_upkeep_is_on_and_removes_nothing_by_default(tmp_path: Path) -> None:
     plain = settings_of(tmp_path).tables.upkeep
     assert (plain.join, plain.file, plain.budget, plain.remove_after) == (True, 128 << 20, 0.1, None)
-    said = "  upkeep: {join: false, file: 64MiB, budget: 25%, remove_after: 7d}\n"
-    given = settings_of(tmp_path, CONTRACT + said).tables.upkeep
-    assert (given.join, given.file, given.budget, given.remove_after) == (False, 64 << 20, 0.25, 7 * 86_400)
+    setting = "  upkeep: {join: false, file: 64MiB, budget: 25%, remove_after: 7d}\n"
+    upkeep = settings_of(tmp_path, CONTRACT + setting).tables.upkeep
+    assert (upkeep.join, upkeep.file, upkeep.budget, upkeep.remove_after) == (False, 64 << 20, 0.25, 7 * 86_400)
     assert settings_of(tmp_path, CONTRACT + "  upkeep: {remove_after: none}\n").tables.upkeep.remove_after is None
-    layout = settings_of(tmp_path, CONTRACT + said).tables.layout
-    assert layout.location(TableId("public", "a"), "log").file_bytes == 64 << 20, "whoever writes aims at it, too"
+    layout = settings_of(tmp_path, CONTRACT + setting).tables.layout
+    assert layout.location(TableId("public", "a"), "log").file_bytes == 64 << 20, "every writer aims at it"
 
 
 @pytest.mark.parametrize(
-    ("said", "where", "message"),
+    ("setting", "where", "message"),
     [
         ("{budget: 0%}", "tables.upkeep.budget", "from 1% to 99%"),
         ("{budget: 0.1}", "tables.upkeep.budget", "from 1% to 99%"),
@@ -634,18 +634,18 @@ def test_upkeep_is_on_and_removes_nothing_unless_told(tmp_path: Path) -> None:
         ("{remove_after: 10min}", "tables.upkeep.remove_after", "an hour or longer"),
         ("{file: 10}", "tables.upkeep.file", "less than 1 MiB"),
         ("{file: 1GiB}", "tables.upkeep.file", "more than 256 MiB"),
-        ("{joined: true}", "tables.upkeep.joined", "is not a key we know"),
+        ("{joined: true}", "tables.upkeep.joined", "is not a known key"),
         ("{join: maybe}", "tables.upkeep.join", "must be true or false"),
     ],
 )
-def test_a_mistake_about_upkeep_is_told(tmp_path: Path, said: str, where: str, message: str) -> None:
-    problem = problem_of(tmp_path, f"{CONTRACT}  upkeep: {said}\n")
+def test_a_mistake_in_upkeep_is_reported(tmp_path: Path, setting: str, where: str, message: str) -> None:
+    problem = problem_of(tmp_path, f"{CONTRACT}  upkeep: {setting}\n")
     assert (problem.line, problem.where) == (10, where)
     assert message in problem.message
     assert problem.hint
 
 
-def test_every_key_of_upkeep_is_offered_to_whoever_misspells_one(tmp_path: Path) -> None:
+def test_a_misspelled_key_of_upkeep_is_answered_with_every_known_key(tmp_path: Path) -> None:
     assert problem_of(tmp_path, f"{CONTRACT}  upkeep: {{fle: 64MiB}}\n").hint == "Did you mean `file`?"
     hint = problem_of(tmp_path, f"{CONTRACT}  upkeep: {{x: 1}}\n").hint
     assert hint == "Remove it. Known here: join, file, budget, remove_after."

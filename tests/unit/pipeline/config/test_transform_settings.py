@@ -1,4 +1,4 @@
-"""Transforms in the settings file: every mistake has its line, and numbers are what is written."""
+"""Transforms in the settings file: every mistake has its line, and numbers keep their exact text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def problem(tmp_path: Path, *rules: str) -> Problem:
 @pytest.mark.parametrize(("rule", "where", "message", "hint"), [
     ("{do: maskk, columns: [a]}", "transforms.rules[1]", "has a `do` that is no rule", "mask, redact, null"),
     ("{columns: [a]}", "transforms.rules[1]", "lacks `do`", "do: mask"),
-    ("{do: mask, columns: [a], keep_lst: 4}", "transforms.rules[1].keep_lst", "is not a key we know", "`keep_last`"),
+    ("{do: mask, columns: [a], keep_lst: 4}", "transforms.rules[1].keep_lst", "is not a known key", "`keep_last`"),
     ("{do: mask}", "transforms.rules[1].columns", "is missing", "columns: [email]"),
     ("{do: mask, columns: []}", "transforms.rules[1].columns", "must not be empty", ""),
     ("{do: mask, columns: [a], keep_last: 400}", "transforms.rules[1].keep_last", "must be 64 or less", ""),
@@ -48,7 +48,7 @@ def problem(tmp_path: Path, *rules: str) -> Problem:
     ("{do: mask, columns: [a], on_error: skip}", "transforms.rules[1].on_error", "'halt' and 'dead-letter'", ""),
     ("{do: function, columns: [a], function: nowhere}", "transforms.rules[1].function", "package.module:name", ""),
 ])  # fmt: skip
-def test_a_mistake_in_a_rule_is_told_at_its_line(
+def test_a_mistake_in_a_rule_is_reported_with_its_line(
     tmp_path: Path, rule: str, where: str, message: str, hint: str
 ) -> None:
     found = problem(tmp_path, "{do: sha256, columns: [a]}", rule)
@@ -68,13 +68,13 @@ def test_a_mistake_in_a_rule_is_told_at_its_line(
     ("{do: cast, columns: [a], to: varchar}", "`varchar` is no type"),
     ("{do: outbox, tables: ['public.*']}", "does not name one table"),
     ("{do: outbox, tables: [public.outbox], to: a.b}", "all messages to one table"),
-    ("{do: route, to: a.b}", "one table of several"),
-    ("{do: route, to: a.b, tables: [public.a, public.b]}", "one table of several"),
-    ("{do: route, to: 'a.{table}', when: a == 1}", "whichever tables"),
-    ("{do: sha256, columns: [a], on_error: dead-letter}", "the tables do not"),
+    ("{do: route, to: a.b}", "several tables into one"),
+    ("{do: route, to: a.b, tables: [public.a, public.b]}", "several tables into one"),
+    ("{do: route, to: 'a.{table}', when: a == 1}", "does not name its tables"),
+    ("{do: sha256, columns: [a], on_error: dead-letter}", "makes dead letters"),
     ("{do: sha256, columns: [a], name: one}\n    - {do: sha256, columns: [b], name: one}", "two rules are called"),
 ])  # fmt: skip
-def test_rules_that_do_not_go_together_are_refused(tmp_path: Path, rule: str, message: str) -> None:
+def test_incompatible_rules_are_refused(tmp_path: Path, rule: str, message: str) -> None:
     found = problem(tmp_path, rule)
     assert message in found.message
     assert found.hint
@@ -82,7 +82,7 @@ def test_rules_that_do_not_go_together_are_refused(tmp_path: Path, rule: str, me
         load_settings(tmp_path / "tailrace.yaml")
 
 
-def test_the_rule_that_yaml_takes_for_nothing_is_one(tmp_path: Path) -> None:
+def test_the_rule_null_is_not_read_as_yaml_null(tmp_path: Path) -> None:
     for do in ("null", "'null'", "~"):
         (found,) = load_settings(written(tmp_path, f"{{do: {do}, columns: [a]}}")).transforms.rules
         assert (found.do, found.name) == ("null", "null #1")
@@ -109,7 +109,7 @@ def test_every_other_rule_takes_a_condition(tmp_path: Path) -> None:
     assert {rule.do for rule in found} == RULE_TYPES.keys() - {"include", "exclude", "rename"}
 
 
-def test_every_mistake_in_a_file_is_told_not_only_the_first(tmp_path: Path) -> None:
+def test_every_mistake_in_a_file_is_reported(tmp_path: Path) -> None:
     rules = "{do: mask}", "{do: hmac, columns: [a], key: main, colums: [b]}", "{do: zap}"
     found = check_settings(written(tmp_path, *rules))
     assert [one.where for one in found] == [
@@ -119,7 +119,7 @@ def test_every_mistake_in_a_file_is_told_not_only_the_first(tmp_path: Path) -> N
     ]
 
 
-def test_numbers_are_taken_as_they_are_written(tmp_path: Path) -> None:
+def test_numbers_keep_their_exact_text(tmp_path: Path) -> None:
     given = ["10.10", "7", "true", "'7'", "null"]
     rules = [f"{{do: set, column: a{at}, value: {value}}}" for at, value in enumerate(given)]
     found = load_settings(written(tmp_path, *rules)).transforms.rules
@@ -128,20 +128,20 @@ def test_numbers_are_taken_as_they_are_written(tmp_path: Path) -> None:
     assert str(values[0]) == "10.10"
 
 
-def test_a_keys_file_lies_beside_the_settings(tmp_path: Path) -> None:
+def test_a_key_file_is_relative_to_the_settings_file(tmp_path: Path) -> None:
     frame = FRAME.replace("{env: SHOP_KEY}", "{file: ./main.key}")
     found = load_settings(written(tmp_path, "{do: hmac, columns: [a], key: main}", frame=frame)).transforms
     assert found.keys["main"].file == tmp_path / "main.key"
 
 
-def test_a_key_has_one_place(tmp_path: Path) -> None:
+def test_a_key_has_exactly_one_source(tmp_path: Path) -> None:
     file = written(tmp_path, "{do: hmac, columns: [a], key: main}", frame=FRAME.replace("{env: SHOP_KEY}", "{}"))
     (found,) = check_settings(file)
     assert (found.where, found.line) == ("transforms.keys.main", 6)
     assert "either `env` or `file`" in found.message
 
 
-def test_a_pipeline_has_the_tables_that_its_routes_leave(tmp_path: Path) -> None:
+def test_a_pipeline_has_the_tables_that_its_routes_produce(tmp_path: Path) -> None:
     settings = load_settings(
         written(
             tmp_path,
@@ -172,11 +172,11 @@ def test_a_pipeline_has_the_tables_that_its_routes_leave(tmp_path: Path) -> None
     ]
 
 
-def test_tables_of_messages_keep_them_and_a_mode_for_them_is_refused(tmp_path: Path) -> None:
+def test_message_tables_keep_messages_and_refuse_a_mode(tmp_path: Path) -> None:
     rule = "{do: outbox, tables: [public.outbox], to: 'events.{type}'}"
     frame = FRAME.replace("{path: ./lake}", "{path: ./lake, mode: append, rules: {'events.log': {mode: history}}}")
     tables = load_settings(written(tmp_path, rule, frame=frame)).tables
     assert tables.spec_of(TableId("events", "order")) == TableSpec(holds_messages=True)
     assert tables.spec_of(TableId("public", "order")).mode is TableMode.APPEND
-    with pytest.raises(TableUnusable, match="kept by their key"):
+    with pytest.raises(TableUnusable, match="message tables"):
         tables.spec_of(TableId("events", "log"))

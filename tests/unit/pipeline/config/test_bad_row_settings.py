@@ -1,4 +1,4 @@
-"""`on_bad_row`, for all tables and in a rule: what it may say, and every mistake in it with its line."""
+"""`on_bad_row`, for all tables and in a rule, and every mistake in it with its line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(folder: Path, line: str) -> Path:
     return file
 
 
-def test_without_a_word_about_it_a_bad_row_stops_its_table(tmp_path: Path) -> None:
+def test_by_default_a_bad_row_stops_its_table(tmp_path: Path) -> None:
     assert not load_settings(write(tmp_path, "format: delta")).tables.dead_letters_enabled(TableId("public", "orders"))
 
 
@@ -46,7 +46,7 @@ def test_the_last_pattern_that_matches_a_table_decides(tmp_path: Path) -> None:
         ("on_bad_rwo: stop", "tables", "on_bad_row"),
     ],
 )
-def test_a_mistake_is_told_with_its_line_and_the_remedy(tmp_path: Path, line: str, where: str, hint: str) -> None:
+def test_a_mistake_is_reported_with_its_line_and_remedy(tmp_path: Path, line: str, where: str, hint: str) -> None:
     (problem,) = check_settings(write(tmp_path, line), environment={})
     assert problem.where.startswith(where)
     assert (problem.line, hint in problem.hint) == (6, True), problem
