@@ -224,7 +224,7 @@ def test_removed_files_are_noticed_and_the_seed_is_the_base(tmp_path: Path) -> N
     whole = quiet.rows()
     for file in (place(quiet) / "data").rglob("*.parquet"):
         file.unlink()
-    with pytest.raises(ConfigError, match="files of it were removed"):
+    with pytest.raises(ConfigError, match="some of its files were removed"):
         rebuilt(quiet, version=versions(quiet)[-1])
     found = rebuilt(quiet)
     assert (found.base, found.base_version, found.base_rows, found.changes) == ("seed", None, 3, 5)

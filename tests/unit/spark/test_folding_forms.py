@@ -189,7 +189,7 @@ def compare_with_one(work: ApplyWork, scratch: Path, rows_max: int, before: set[
         dead_letters_enabled=True,
     )
     wanted = split_by_mode(partial(work.location.open().keys_exist, work.schema), step, read_changes(work), letters)
-    found = fold_range(work, scratch, here, rows_max, sifts=True)
+    found = fold_range(work, scratch, here, rows_max, splits_rejects=True)
     folded = fold_by_mode(form, work.schema, wanted.changes)
     assert rows_of(found) == expected(work, folded)
     if found.rejects:
@@ -228,7 +228,7 @@ def test_too_many_in_all_tasks_together_are_refused(tmp_path: Path, monkeypatch:
     quiet = Quiet(tmp_path, on_bad_row="dead-letter")
     quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in range(6)])
     work = pending(quiet, [update(key, unfit=BAD) for key in range(6)], 2)
-    found = fold_range(work, tmp_path / "scratch", here, 2, sifts=True)
+    found = fold_range(work, tmp_path / "scratch", here, 2, splits_rejects=True)
     refused = store_task_rejects(StoreRejectsWork(work=work, rejects=found.rejects))
     assert isinstance(refused, DeadLettersFull)
     assert not DeadLetterStore(work.log, THINGS).has_any, "nothing is written of what is refused"
@@ -238,7 +238,7 @@ def test_a_cause_stays_with_its_letter(tmp_path: Path) -> None:
     quiet = Quiet(tmp_path, on_bad_row="dead-letter")
     quiet.load([])
     work = pending(quiet, [update(key, unfit=BAD) if key % 2 else update(key, unchanged=BIG) for key in range(8)], 2)
-    found = fold_range(work, tmp_path / "scratch", here, 2, sifts=True)
+    found = fold_range(work, tmp_path / "scratch", here, 2, splits_rejects=True)
     assert store_task_rejects(StoreRejectsWork(work=work, rejects=found.rejects)) is None
     (bundle,) = DeadLetterStore(work.log, THINGS).read_open(work.position_after.seq)
     codes = bundle.rows.column("_cause_code").to_pylist()

@@ -81,7 +81,7 @@ def test_what_the_table_cannot_be_partitioned_by_is_a_letter_too() -> None:
 
 def test_more_than_a_person_could_look_at_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_dead_letters, "DEAD_LETTERS_MAX", 1)
-    with pytest.raises(DeadLettersFull, match="more rows of the table do not fit"):
+    with pytest.raises(DeadLettersFull, match="the load has too many dead letters"):
         aside({"id": 1}, {"id": 2}, bad=(1, 2))
 
 

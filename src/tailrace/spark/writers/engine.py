@@ -155,21 +155,21 @@ class SparkEngine:
                 return nothing, table.apply_files(work.schema, nothing, work.expected, work.position_after, touch=True)
             letters.recover(work.expected.load, table.replay_id())
             letters.discard_after(work.expected.seq)
-            done = self._fold_and_apply(work, table, scratch / "sifted", sifts=True)
+            done = self._fold_and_apply(work, table, scratch / "sifted", splits_rejects=True)
         letters.remove_closed(work.position_after.seq)
         failpoints.hit("letters.tidied")
         return done
 
     def _fold_and_apply(
-        self, work: ApplyWork, table: ConnectorTable, scratch: Path, *, sifts: bool = False
+        self, work: ApplyWork, table: ConnectorTable, scratch: Path, *, splits_rejects: bool = False
     ) -> tuple[FoldedFiles, WriteResult]:
         scratch.mkdir()
-        folded = fold_range(work, scratch, self._in_tasks, sifts=sifts)
+        folded = fold_range(work, scratch, self._in_tasks, splits_rejects=splits_rejects)
         if asked := sorted(scratch.glob(f"*{ASKED_KEYS_SUFFIX}")):
             again = scratch / "again"
             again.mkdir()
             if table.write_missing_keys(work.schema, asked, again / MISSING_KEYS):
-                folded = fold_range(work, again, self._in_tasks, sifts=True)
+                folded = fold_range(work, again, self._in_tasks, splits_rejects=True)
         if folded.rejects:
             (error,) = self._in_tasks(store_task_rejects, [StoreRejectsWork(work=work, rejects=folded.rejects)])
             if error is not None:
