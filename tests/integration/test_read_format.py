@@ -275,7 +275,7 @@ def test_views_are_read_by_one_task(source: psycopg.Connection, read: Read) -> N
         ({"chunkBytes": "5 potatoes"}, "the option `chunkBytes` is not a size [config-invalid] | hint: For example"),
         ({"maxPartitions": 0}, "the option `maxPartitions` is not a whole number above 0"),
         ({"snapshotSeconds": "-1"}, "the option `snapshotSeconds` is not a number of seconds"),
-        ({"fetchsize": 100}, "the option `fetchsize` is not known [config-invalid] | hint: The options of a table"),
+        ({"fetchsize": 100}, "the option `fetchsize` is not known [config-invalid] | hint: Use the options of"),
         ({"url": "host=localhost password=secret"}, "the option `url` is not a URL of PostgreSQL"),
         ({"url": "postgresql://nobody:secret@127.0.0.1:1/x"}, "[source-unreachable] | hint: Is it running, and do"),
     ],
@@ -304,7 +304,7 @@ def test_a_condition_that_fails_on_a_row_does_not_tell_the_row(source: psycopg.C
     source.execute("create table t (v text); insert into t values ('12'), ('a secret')")
     with pytest.raises(PySparkException) as caught:
         read("public.t", where="v::int > 3").collect()
-    assert "a condition failed on a row" in str(caught.value)
+    assert "the condition `where` failed on a row" in str(caught.value)
     assert "secret" not in str(caught.value)
 
 

@@ -69,7 +69,7 @@ def test_a_log_is_a_range_or_a_stream_and_a_url_alone_a_table(log: str) -> None:
 
 def test_a_stream_without_a_log_is_told_both_ways_to_have_one() -> None:
     refused = CdcSource({"url": URL, "table": "public.t"}).streamReader(StructType())
-    with pytest.raises(ConfigError, match=r"folder of one that a pipeline writes.*`url`.*`checkpointLocation`"):
+    with pytest.raises(ConfigError, match=r"`log` is missing.*`url`.*`checkpointLocation`"):
         refused.initialOffset()
 
 

@@ -49,7 +49,7 @@ def test_rows_under_another_name_are_another_tables_and_that_is_said_once(
     assert (len(rows), more) == (2, [])
     (said,) = caplog.records
     assert said.getMessage() == (
-        "table public.things is called public.things_old from commit 2 on: what is written to it since is not asked for"
+        "table public.things is called public.things_old from commit 2 on: changes after that are not requested"
     )
     assert len(stream(diary.path, table="public.things_old")) == 2
     assert len(stream(diary.path, tables="public.*")) == 4
@@ -83,8 +83,8 @@ def test_a_pattern_takes_what_was_written_under_its_names(diary: Diary, caplog: 
     with caplog.at_level(logging.WARNING):
         assert len(stream(diary.path, tables="public.thing[s]")) == 2
     assert sorted(record.getMessage().rpartition(": ")[2] for record in caplog.records) == [
-        "what is written to it since is not asked for",
-        "what was written to it before is not asked for",
+        "changes after that are not requested",
+        "changes before that are not requested",
     ]
 
 
