@@ -107,7 +107,7 @@ def test_what_the_settings_forbid_is_not_created(database: str, tmp_path: Path) 
     execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
     extra = "  slot: {name: mine, create: false}\n  publication: {name: mine, create: false}\n"
     pipeline = Pipeline(tmp_path, database, extra=extra)
-    refused(pipeline, 3, "publication is not there", 'CREATE PUBLICATION "mine" FOR TABLE "public"."t"')
+    refused(pipeline, 3, "publication does not exist", 'CREATE PUBLICATION "mine" FOR TABLE "public"."t"')
     execute(database, "CREATE PUBLICATION mine FOR TABLE t")
     refused(pipeline, 3, "slot is not there", "pg_create_logical_replication_slot('mine', 'pgoutput')")
     execute(database, "SELECT pg_create_logical_replication_slot('mine', 'pgoutput')", "INSERT INTO t VALUES (1)")

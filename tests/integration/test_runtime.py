@@ -276,7 +276,7 @@ def test_a_condition_that_makes_no_sense_ends_its_snapshot_and_the_stream_goes_o
         "nmae = 'x'": 'column "nmae" does not exist',
         "id in (select id from public.itmes)": "does not exist",
         "name = 5": "operator does not exist",
-        "true) or (true": "does not stand by itself",
+        "true) or (true": "must be one complete expression",
         "": "it is empty",
     }
     for number, (where, words) in enumerate(wrong.items()):

@@ -76,7 +76,7 @@ def test_who_asks_for_no_table_at_all_is_refused_and_nothing_is_made_or_unpublis
     nobody = capture_of(database, "nobody")
     with pytest.raises(ConfigError, match="no table at the source matches") as caught:
         nobody.prepare(None)
-    assert as_option_error(caught.value).hint == "Look at the option `tables`, case included."
+    assert as_option_error(caught.value).hint == "Check the option `tables`, case included."
     with psycopg.connect(database) as connection:
         assert connection.execute("SELECT count(*) FROM pg_publication").fetchone() == (0,)
     capture = capture_of(database, "t")

@@ -62,15 +62,15 @@ def with_rows(change: Callable[[pa.RecordBatch], pa.RecordBatch]) -> AnyWindow:
 @pytest.mark.parametrize("rules", [None, [Null(columns=("status",))]], ids=["plain", "with rules"])
 @pytest.mark.parametrize(("given", "said"), [
     (3, "`read\\(…\\)` is not a `Window`"), (sound().batches[0], "is not a `Window`"),
-    (replace(sound(), rows=0), "rows that it says it has .*says=0, has=2"), (replace(sound(), rows=1), "says=1, has=2"),
-    (replace(sound(), start=Lsn(7)), "something is left out"),
-    (replace(sound(), end=CustomPosition("7")), "of another kind"),
+    (replace(sound(), rows=0), "number of rows that it declares .*says=0, has=2"), (replace(sound(), rows=1), "says=1, has=2"),
+    (replace(sound(), start=Lsn(7)), "changes are missing"),
+    (replace(sound(), end=CustomPosition("7")), "of another type than its own"),
     (replace(sound(), batches=(3,)), "`batches` is not a `ChangeBatch`"),  # type: ignore[arg-type] # that is the mistake
-    (with_rows(lambda data: data.slice(0, 0)), "has no rows"),
+    (with_rows(lambda data: data.slice(0, 0)), "a batch without rows"),
     (with_rows(lambda data: data.drop_columns(["_tx"])), "rows lack .*columns=_tx"),
     (with_rows(lambda data: data.drop_columns(["_position"])), "rows lack .*columns=_position"),
     (with_rows(lambda data: data.drop_columns(["status"])), "rows lack .*columns=status"),
-    (with_rows(lambda data: data.set_column(1, data.schema.field(1), pa.array([5, 9]))), "not numbered one after"),
+    (with_rows(lambda data: data.set_column(1, data.schema.field(1), pa.array([5, 9]))), "not numbered consecutively"),
 ])  # fmt: skip
 def test_a_window_that_breaks_a_promise_is_refused_and_nothing_is_passed(given: Any, said: str, rules: Any) -> None:
     source = Told(given)

@@ -20,7 +20,7 @@ from tests.support.windows import named
 
 OTHER = named("public", "others", 20)
 REWRITTEN = SourceRewritten("the table was changed while it was read", hint="Nothing to do.")
-SLOW = SourceSlow("somebody holds the table locked", hint="Wait.")
+SLOW = SourceSlow("another session has locked the table", hint="Wait.")
 
 
 @pytest.fixture

@@ -40,9 +40,9 @@ def refused(make: Callable[[], object], words: str, hint: str) -> None:
         ({"bytes": 0}, "`bytes` is too small", "1 or more"),
         ({"bytes": 1e6}, "`bytes` is not a whole number", "1 or more"),
         ({"transaction_bytes": -1}, "`transaction_bytes` is too small", "1 or more"),
-        ({"seconds": NAN}, "`seconds` is no time to wait (found=nan)", "0 or more"),
-        ({"seconds": ENDLESS}, "`seconds` is no time to wait", "0 or more"),
-        ({"seconds": -0.1}, "`seconds` is no time to wait", "0 or more"),
+        ({"seconds": NAN}, "`seconds` must be seconds >= 0 (found=nan)", "0 or more"),
+        ({"seconds": ENDLESS}, "`seconds` must be seconds >= 0", "0 or more"),
+        ({"seconds": -0.1}, "`seconds` must be seconds >= 0", "0 or more"),
         ({"seconds": "1"}, "`seconds` is not a number (found=str)", "0 or more"),
     ],
 )

@@ -190,13 +190,13 @@ def test_a_source_that_gives_positions_of_another_kind_than_it_says_is_refused()
     memory.commit(inserts(1))
     source, store = Counted(memory, KINDS["custom"]), MemoryCheckpointStore()
     source.beginning = KINDS["mysql-gtid"].count(ZERO)
-    with pytest.raises(ConfigError, match="another kind than it counts in"):
+    with pytest.raises(ConfigError, match="of another type than its own"):
         CdcRuntime(source, store).start()
     assert store.load("default") is None
     mixed: Any = Mixed()
     runtime = CdcRuntime(mixed, store)
     runtime.start()
-    with pytest.raises(ConfigError, match="another kind than it counts in"):
+    with pytest.raises(ConfigError, match="of another type than its own"):
         runtime.poll()
     runtime.force_stop()
 
