@@ -213,7 +213,7 @@ def test_a_rule_that_cannot_be_used_stops_the_start_and_one_without_a_table_is_t
     capturing = LogCapture(with_rules(scene, text).settings, until_caught_up=False)
     capturing.run(lambda: True)
     told = {(record.message, getattr(record, "rule", "")): getattr(record, "why", "") for record in caplog.records}
-    assert ("rule concerns no table", "idle") in told
+    assert ("rule matches no table", "idle") in told
     assert told["rule never matched", "idle"] == "no table has what it names"
     assert "rows of loads are not counted" in told["rule never matched", "still"]
 

@@ -1,4 +1,4 @@
-"""A capture beside a stream: its settings, and whose log it may write."""
+"""The capture of a stream: its settings, and the logs it may write."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.support.windows import SOURCE
 URL = "postgresql://me:secret@127.0.0.1:1/none"
 
 
-def test_a_log_that_is_new_is_marked_and_found_again(tmp_path: Path) -> None:
+def test_a_new_log_is_marked_and_accepted_again(tmp_path: Path) -> None:
     log = tmp_path / "a" / "log"
     claim_log(log)
     LogWriter(log, SOURCE).close()
@@ -50,7 +50,7 @@ def test_a_log_that_is_new_is_marked_and_found_again(tmp_path: Path) -> None:
     assert (log / MARK_FILE).exists()
 
 
-def test_whoever_captures_into_a_log_captures_what_was_asked_for_before(tmp_path: Path) -> None:
+def test_a_claimed_log_returns_the_tables_asked_for_so_far(tmp_path: Path) -> None:
     assert claim_log(tmp_path) == ()
     (tmp_path / MARK_FILE).write_text('{"tables": ["public.t", "sales.*"], "start": "a"}')
     assert claim_log(tmp_path) == ("public.t", "sales.*")
@@ -60,24 +60,24 @@ def test_whoever_captures_into_a_log_captures_what_was_asked_for_before(tmp_path
 
 
 @pytest.mark.parametrize("kind", [LogBusy, SlotBusy])
-def test_one_who_comes_second_is_told_to_read_what_the_first_captures(kind: type[TailraceError]) -> None:
-    told = with_stream_hint(kind("another process has it", hint="Start this with `--take-over`.", pid=7))
-    assert (type(told), told.message, told.fields) == (kind, "another process has it", {"pid": 7})
-    assert "Leave out `url`" in told.hint
-    assert "--take-over" not in told.hint
+def test_a_second_capture_is_advised_to_read_what_the_first_captures(kind: type[TailraceError]) -> None:
+    error = with_stream_hint(kind("another process has it", hint="Start this with `--take-over`.", pid=7))
+    assert (type(error), error.message, error.fields) == (kind, "another process has it", {"pid": 7})
+    assert "Leave out `url`" in error.hint
+    assert "--take-over" not in error.hint
     other = ConfigError("something else", hint="Do.")
     assert with_stream_hint(other) is other
 
 
 @pytest.mark.parametrize("kind", [PositionLost, HistoryDiverged])
-def test_one_whose_place_at_the_source_is_gone_is_told_of_no_settings_and_no_tables(kind: type[TailraceError]) -> None:
-    told = with_stream_hint(kind("the replication slot is gone", hint=POSITION_LOST_HINT, slot="tailrace_1"))
-    assert (type(told), told.message, told.fields) == (kind, "the replication slot is gone", {"slot": "tailrace_1"})
-    assert "begin with a new checkpoint and a new place for the log" in told.hint
-    assert not any(word in told.hint for word in ("load.mode", "tailrace drop", "snapshot_tables"))
+def test_the_hint_for_a_lost_position_names_no_settings_and_no_lake_tables(kind: type[TailraceError]) -> None:
+    error = with_stream_hint(kind("the replication slot is gone", hint=POSITION_LOST_HINT, slot="tailrace_1"))
+    assert (type(error), error.message, error.fields) == (kind, "the replication slot is gone", {"slot": "tailrace_1"})
+    assert "begin with a new checkpoint and a new path for the log" in error.hint
+    assert not any(word in error.hint for word in ("load.mode", "tailrace drop", "snapshot_tables"))
 
 
-def test_hints_call_things_as_the_options_do(tmp_path: Path) -> None:
+def test_hints_use_the_names_of_the_options(tmp_path: Path) -> None:
     lacking = with_stream_hint(map_error_text("permission denied for database x", state="42501"))
     assert "; or have a pipeline capture, which takes publication and slot that others made" in lacking.hint
     hint = "Look at `source.tables`."
@@ -85,9 +85,9 @@ def test_hints_call_things_as_the_options_do(tmp_path: Path) -> None:
     assert (found.fields, found.hint) == ({"at": "x"}, "Look at `tables`.")
     same = ConfigError("nothing is there", hint="Try again.")
     assert with_stream_hint(same) is same
-    with pytest.raises(SourceUnreachable, match="do host and port in the option `url` match"):
+    with pytest.raises(SourceUnreachable, match="host and port in the option `url` match"):
         EmbeddedCapture(url=URL, log=str(tmp_path / "log"), tables=("public.t",)).start()
-    with pytest.raises(SourceUnreachable, match="do host and port in the option `url` match"):
+    with pytest.raises(SourceUnreachable, match="host and port in the option `url` match"):
         CdcSource({"url": URL, "log": str(tmp_path / "log"), "table": "public.t"}).schema()
 
 
@@ -100,7 +100,7 @@ def test_a_pipelines_log_is_refused(tmp_path: Path, kind: str) -> None:
     assert not (log / MARK_FILE).exists()
 
 
-def test_a_store_that_does_not_answer_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_is_reported_with_the_option_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_TRIES_MAX", 0)
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -108,12 +108,12 @@ def test_a_store_that_does_not_answer_is_told_with_what_to_do(monkeypatch: pytes
         claim_log(ObjectPath.parse("s3://bucket/log", endpoint="http://127.0.0.1:9"))
 
 
-def test_a_log_in_a_store_is_captured_into_as_the_options_say() -> None:
-    given = {"log": "s3a://bucket/log", "logEndpoint": "http://minio:9000", "logRegion": "eu-west-1"}
-    beside = capture_of(LogOptions.parse({"url": URL, "table": "public.t", **given}))
-    assert isinstance(beside, EmbeddedCapture)
-    store = {"endpoint": beside.endpoint, "region": beside.region}
-    log = stream_settings(beside.url, beside.log, beside.tables, **store).log
+def test_a_log_in_a_store_uses_the_options_of_the_store() -> None:
+    store_options = {"log": "s3a://bucket/log", "logEndpoint": "http://minio:9000", "logRegion": "eu-west-1"}
+    capture = capture_of(LogOptions.parse({"url": URL, "table": "public.t", **store_options}))
+    assert isinstance(capture, EmbeddedCapture)
+    store = {"endpoint": capture.endpoint, "region": capture.region}
+    log = stream_settings(capture.url, capture.log, capture.tables, **store).log
     assert isinstance(log.path, ObjectPath)
     assert str(log.path) == "s3://bucket/log"
     assert log.path.options == (("endpoint", "http://minio:9000"), ("region", "eu-west-1"))
@@ -128,19 +128,19 @@ def test_a_log_in_a_store_is_captured_into_as_the_options_say() -> None:
         ({"tables": "*"}, TableId("any", "any"), None),
     ],
 )
-def test_it_captures_what_the_stream_asks_for_and_no_more(
+def test_it_captures_only_the_tables_of_the_stream(
     tmp_path: Path, options: dict[str, str], taken: TableId, left: TableId | None
 ) -> None:
-    beside = capture_of(LogOptions.parse({"url": URL, "log": str(tmp_path / "log"), **options}))
-    assert isinstance(beside, EmbeddedCapture)
-    settings = stream_settings(beside.url, beside.log, beside.tables)
+    capture = capture_of(LogOptions.parse({"url": URL, "log": str(tmp_path / "log"), **options}))
+    assert isinstance(capture, EmbeddedCapture)
+    settings = stream_settings(capture.url, capture.log, capture.tables)
     assert matches(settings.source, taken)
     assert left is None or not matches(settings.source, left)
     assert settings.log.path == tmp_path / "log"
-    assert "secret" not in repr(pickle.loads(pickle.dumps(beside)))
+    assert "secret" not in repr(pickle.loads(pickle.dumps(capture)))
 
 
-def test_what_cannot_be_captured_is_told_without_a_secret(tmp_path: Path) -> None:
+def test_an_invalid_table_is_reported_without_a_secret(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         stream_settings(URL, str(tmp_path / "log"), ("orders",))
     assert "which names no schema" in str(caught.value)

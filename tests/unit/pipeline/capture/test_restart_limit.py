@@ -1,4 +1,4 @@
-"""What is killed is started again, but not for ever at once."""
+"""A killed process is restarted, up to a limit per hour."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tailrace.errors import TailraceError
 from tailrace.pipeline.capture.capture_process import RESTARTS_MAX, RESTARTS_SECONDS, CaptureChild, RestartLimit
 
 
-def test_so_many_within_an_hour_and_again_later() -> None:
+def test_restarts_are_limited_within_an_hour_and_allowed_again_later() -> None:
     now = 0.0
     restarts = RestartLimit(clock=lambda: now)
     for _ in range(RESTARTS_MAX):
@@ -25,7 +25,7 @@ def test_so_many_within_an_hour_and_again_later() -> None:
     assert restarts.count == RESTARTS_MAX + 1
 
 
-def test_one_that_is_killed_now_and_then_goes_on_for_ever() -> None:
+def test_a_process_that_is_killed_now_and_then_is_restarted_for_ever() -> None:
     now = 0.0
     restarts = RestartLimit(clock=lambda: now)
     for _ in range(RESTARTS_MAX * 10):
