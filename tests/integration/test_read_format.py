@@ -267,7 +267,7 @@ def test_views_are_read_by_one_task(source: psycopg.Connection, read: Read) -> N
     [
         ({"table": "public.missing"}, "not there (table=public.missing) [source-table-missing] | hint: Names are"),
         ({"table": "t"}, "the option `table` is not the name of a table with its schema [config-invalid] | hint: For"),
-        ({"columns": "id, nope"}, "no such column (table=public.t, column=nope) [config-invalid] | hint: It has id, v"),
+        ({"columns": "id, nope"}, "no such column (table=public.t, column=nope) [config-invalid] | hint: Name one of id, v"),
         ({"columns": "id, id"}, "the option `columns` has a name twice"),
         ({"columns": "id,,v"}, "the option `columns` is not a list of names"),
         ({"where": "nope = 1"}, 'the condition cannot be used: column "nope" does not exist'),
@@ -322,7 +322,7 @@ def test_nobody_holds_the_snapshot_when_nobody_reads(source: psycopg.Connection,
     process = holder(source)  # before it is read: from then on, it may go at any time
     assert frame.count() == 100
     wait_for(lambda: not held(source) and not process.exists())
-    with pytest.raises(PySparkException, match=r"snapshot-gone\] \| hint: Make the DataFrame anew"):
+    with pytest.raises(PySparkException, match=r"snapshot-gone\] \| hint: Create the DataFrame again"):
         frame.collect()
     assert read("public.t", idleSeconds=1).count() == 100
 
@@ -344,7 +344,7 @@ def test_a_table_that_is_rewritten_under_a_read_is_refused(
     frame = read("public.t")
     assert frame.rdd.getNumPartitions() == 1
     source.execute(rewrite.encode())
-    with pytest.raises(PySparkException, match=r"source-rewritten\] \| hint: Make the DataFrame anew"):
+    with pytest.raises(PySparkException, match=r"source-rewritten\] \| hint: Create the DataFrame again"):
         frame.collect()
 
 
@@ -431,7 +431,7 @@ def test_no_point_that_the_helper_reads_sees_money_appear_or_vanish(
                 number += 1
                 busy = life(applying, TABLES[number % 2]).lock if number % 3 == 2 else nullcontext()
                 with busy:  # as if the table's files were being joined
-                    applying._come_to(applying.registry.refresh_index())
+                    applying._bring_tables_to(applying.registry.refresh_index())
                 stopping.wait(0.05)
         noted = list(ledger.points())
         assert enough(ledger)
