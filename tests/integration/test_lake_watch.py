@@ -31,8 +31,8 @@ def quiet(database: str, folder: Path) -> Iterator[tuple[Scene, Local, Path]]:
 
 def looked(applying: Local) -> tuple[TableState, str | None]:
     """What the table is, and why it stands still, once it has been looked at."""
-    applying._lake._due = 0.0
-    applying._lake.run_if_due()
+    applying._foreign_write_watch._due = 0.0
+    applying._foreign_write_watch.run_if_due()
     now = life(applying, "t")
     return now.state, None if now.error is None else now.error.code
 

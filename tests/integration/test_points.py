@@ -40,7 +40,7 @@ def test_no_point_sees_money_appear_or_vanish(database: str, tmp_path: Path) -> 
         with transfers(database) as stopping:
             deadline = time.monotonic() + COME_SECONDS_MAX
             while len(whole()) < POINTS_MIN and time.monotonic() < deadline:
-                applying._come_to(applying.registry.refresh_index())
+                applying._bring_tables_to(applying.registry.refresh_index())
                 stopping.wait(0.1)
         points = whole()
         assert len(points) >= POINTS_MIN, "they are different ones"
@@ -65,7 +65,7 @@ def test_a_table_that_is_worked_on_is_missing_and_is_there_again_though_nothing_
             right = life(applying, "right_accounts")
             assert eventually(lambda: not applying.registry.pending(right, applying.registry.refresh_index()))
             assert eventually(lambda: build_point(applying.registry, applying.registry.refresh_index()) is not None)
-            applying._come_to(applying.registry.refresh_index())
+            applying._bring_tables_to(applying.registry.refresh_index())
             *_, last = Ledger(tmp_path / "changes").points()
             assert (list(last.versions), list(last.missing)) == ([right.table], [left.table])
             told = scene.pipeline.ask("at").stdout

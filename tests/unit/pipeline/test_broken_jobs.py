@@ -76,7 +76,7 @@ def commit(quiet: Quiet, key: int, schema: TableSchema = FULL) -> None:
 
 
 def come_to_the_end(applying: Local) -> None:
-    applying._come_to(applying.registry.refresh_index())
+    applying._bring_tables_to(applying.registry.refresh_index())
 
 
 def assert_whole(quiet: Quiet, life: ManagedTable, *keys: int) -> None:
@@ -194,7 +194,7 @@ def test_tending_that_broke_off_stops_nothing(quiet: Quiet) -> None:
             stopping=applying._stopping,
         )
         applying.breaks = 1
-        outcome = tending._tend(life)
+        outcome = tending._compact(life)
         assert outcome is not None
         assert outcome.error is not None
         commit(quiet, 12)

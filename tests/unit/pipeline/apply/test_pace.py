@@ -1,4 +1,4 @@
-"""Merging uses at most half of the time: by a clock that only the test moves."""
+"""Merging uses at most half of the time, by a clock that only the test moves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS_MAX = 240.0
 
 
 class Day:
-    """A pipeline whose time passes as the test says."""
+    """A pipeline with a clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -37,13 +37,13 @@ def day() -> Day:
 
 
 @pytest.mark.parametrize("seconds", [0.2, 3.0, 45.0, 900.0])
-def test_a_merge_is_followed_by_a_rest_as_long_as_it_took_however_long_that_is(day: Day, seconds: float) -> None:
+def test_a_merge_of_any_length_is_followed_by_an_equal_rest(day: Day, seconds: float) -> None:
     assert day.merge(seconds) == pytest.approx(seconds)
     day.pass_by(seconds)
     assert day.merge(seconds) == pytest.approx(seconds), "and so is the next"
 
 
-def test_under_a_steady_load_merging_takes_half_of_the_time_with_whatever_spark_takes_in_between(day: Day) -> None:
+def test_under_a_steady_load_merging_takes_half_of_the_time(day: Day) -> None:
     began = day.now
     for number in range(200):
         day.pass_by(day.merge(2.0 + number % 3))
@@ -51,7 +51,7 @@ def test_under_a_steady_load_merging_takes_half_of_the_time_with_whatever_spark_
     assert day.merged / (day.now - began) == pytest.approx(0.5, abs=0.01)
 
 
-def test_what_merging_seldom_leaves_free_is_rest_enough(day: Day) -> None:
+def test_idle_time_between_merges_counts_as_rest(day: Day) -> None:
     for _ in range(5):
         day.pass_by(4.0)
         assert day.merge(3.0) == 0.0
@@ -63,25 +63,25 @@ def test_a_quiet_night_does_not_pay_for_a_busy_morning(day: Day) -> None:
     assert day.merge(5.0) == pytest.approx(5.0)
 
 
-def test_a_backlog_is_worked_off_without_rest_and_nothing_is_owed_for_it(day: Day) -> None:
+def test_a_backlog_is_merged_without_rest_and_nothing_is_owed_for_it(day: Day) -> None:
     for _ in range(20):
         assert day.merge(30.0, backlog=True) == 0.0
-    assert day.merge(2.0) == pytest.approx(2.0), "the last of them rests for itself"
+    assert day.merge(2.0) == pytest.approx(2.0), "the last merge owes rest only for itself"
 
 
-def test_a_merge_that_fails_is_owed_for_as_well(day: Day) -> None:
+def test_a_failed_merge_owes_rest_too(day: Day) -> None:
     with suppress(OSError), day.pace.merging():
         day.pass_by(7.0)
         raise OSError
     assert day.pace.rest_seconds(backlog=False) == pytest.approx(7.0)
 
 
-def test_what_is_merged_beside_is_owed_for_and_a_second_of_two_at_once_is_one(day: Day) -> None:
+def test_concurrent_merges_owe_rest_for_the_time_they_cover_once(day: Day) -> None:
     with day.pace.merging():
         day.pass_by(2.0)
         with day.pace.merging():
             day.pass_by(3.0)
-        assert day.pace.rest_seconds(backlog=False) == 0.0, "what goes on is not over"
+        assert day.pace.rest_seconds(backlog=False) == 0.0, "a running merge owes nothing yet"
         day.pass_by(1.0)
     assert day.pace.rest_seconds(backlog=False) == pytest.approx(6.0)
     day.pass_by(6.0)
@@ -89,14 +89,14 @@ def test_what_is_merged_beside_is_owed_for_and_a_second_of_two_at_once_is_one(da
     assert day.pace.merging_share() == pytest.approx(0.5)
 
 
-def test_a_merge_beside_the_rest_is_no_rest(day: Day) -> None:
+def test_a_merge_during_the_rest_is_not_rest(day: Day) -> None:
     day.merge(4.0)
     with day.pace.merging():
         day.pass_by(4.0)
     assert day.pace.rest_seconds(backlog=False) == pytest.approx(8.0)
 
 
-def test_the_share_is_that_of_the_last_minute_and_counts_the_merge_under_way(day: Day) -> None:
+def test_the_share_covers_the_last_minute_and_the_running_merge(day: Day) -> None:
     assert day.pace.merging_share() == 0.0
     day.merge(15.0)
     day.pass_by(15.0)
@@ -108,7 +108,7 @@ def test_the_share_is_that_of_the_last_minute_and_counts_the_merge_under_way(day
         assert day.pace.merging_share() == pytest.approx(0.25)
 
 
-def test_the_share_can_be_asked_for_while_another_thread_merges() -> None:
+def test_the_share_can_be_read_while_another_thread_merges() -> None:
     pace, inside, over = Pace(), threading.Event(), threading.Event()
 
     def merge() -> None:
@@ -126,7 +126,7 @@ def test_the_share_can_be_asked_for_while_another_thread_merges() -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_whoever_hurries_ends_a_rest_at_once(before: bool) -> None:
+def test_stop_resting_ends_a_rest_at_once(before: bool) -> None:
     pace = Pace()
     if before:
         pace.stop_resting()

@@ -1,4 +1,4 @@
-"""Upkeep uses its share of one core, by the processor's time and not by the clock on the wall."""
+"""Upkeep uses its share of one core, measured in CPU time and not in wall time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def outcome(seconds: float, cpu_seconds: float | None) -> Outcome:
     ],
     ids=["busy", "waiting for the disk", "on two cores", "enough already", "hardly any", "nothing", "not known"],
 )
-def test_the_pause_makes_up_for_what_was_used(
+def test_the_pause_pays_for_the_cpu_time_used(
     seconds: float, cpu_seconds: float | None, budget: float, pause: float
 ) -> None:
     assert pause_after(outcome(seconds, cpu_seconds), budget) == pytest.approx(pause)
@@ -51,7 +51,7 @@ def test_over_a_day_the_budget_is_kept() -> None:
     assert used / passed <= 0.1
 
 
-def test_a_task_tells_the_processor_s_time_and_not_the_wall_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_reports_cpu_time_and_not_wall_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mirror = Mirror(tmp_path / "t")
     for number in range(FILES_MIN + 1):
         mirror.apply(insert(number, name="x", big="b", n=1))
@@ -69,7 +69,7 @@ def test_a_task_tells_the_processor_s_time_and_not_the_wall_s(tmp_path: Path, mo
     assert 0 < done.cpu_seconds < done.seconds - SLEPT_SECONDS / 2
 
 
-def test_what_fails_has_used_some_too(tmp_path: Path) -> None:
+def test_a_failed_task_reports_its_cpu_time(tmp_path: Path) -> None:
     work = CompactWork(
         table=SHOP.table,
         location=TableLocation(path=tmp_path / "nothing", log_id=LOG),

@@ -1,4 +1,4 @@
-"""The folder in which Spark works for a pipeline."""
+"""The scratch folder of a pipeline's Spark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChangeLog:
     return ChangeLog.open(tmp_path / "log")
 
 
-def test_one_whose_place_was_taken_removes_nothing_of_its_successors_when_it_ends(log: ChangeLog) -> None:
+def test_a_process_that_lost_the_lease_does_not_remove_its_successors_folder(log: ChangeLog) -> None:
     first = make_scratch(log)
     second = make_scratch(log)
     (second / "python").touch()
