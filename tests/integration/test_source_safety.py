@@ -153,7 +153,7 @@ def test_who_is_stopped_while_a_slot_waits_for_others_leaves_none(database: str,
             assert eventually(lambda: count(SLOT_IS_MADE) == 1), running.said()
             running.process.terminate()
             assert running.wait() == 0, running.said()
-            assert "stopped before it began" in running.said()
+            assert "stopped before it started" in running.said()
         finally:
             running.end()
         assert eventually(lambda: count(SLOT_IS_MADE) == 0)
