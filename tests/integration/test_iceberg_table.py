@@ -380,7 +380,7 @@ def test_a_server_follows_a_table_through_other_partitions(tmp_path: Path, versi
             table.load(schema, record_batches(schema, rows), at(seq))
             key = 1 if schema is SHOP else {"k": 1}
             table.apply(schema, fold(schema, changes(schema, delete(key))), at(seq), at(seq + 10))
-            found = table._plain.metadata()
+            found = table.metadata()
             assert found is not None
             assert (found.partition_by, table.rows()) == (list(by), len(rows) - 1)
 

@@ -72,7 +72,7 @@ class CdcSource(DataSource):
 
             return TableBatchReader(ReadOptions.parse(self.options), schema)
         with without_traceback:
-            frame = self._seen()
+            frame = self._resolved_frame()
             frame.options.refuse_for_read()
         return LogBatchReader(frame, schema)
 
@@ -80,13 +80,13 @@ class CdcSource(DataSource):
         try:
             if not is_log_read(self.options):
                 raise option_error("log", "is missing", LOG_HINT)
-            frame = self._seen()
+            frame = self._resolved_frame()
             frame.options.refuse_for_stream()
             return _stream_reader(frame.options)(frame, schema, capture_of(frame.options))
         except TailraceError as error:
             return RefusedStream(error)
 
-    def _seen(self) -> LogFrame:
+    def _resolved_frame(self) -> LogFrame:
         if self._frame is None:
             raise ConfigError("a change log has its own columns", hint="Leave out `.schema(…)`.")
         return self._frame

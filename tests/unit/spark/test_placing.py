@@ -21,7 +21,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-    monkeypatch.setattr(cluster, "_GIVEN_PYTHON", None)
+    monkeypatch.setattr(cluster, "_USER_PYTHON", None)
 
 
 @pytest.mark.parametrize("master", ["local", "local[4]", "local[*]"])
@@ -54,7 +54,7 @@ def test_workers_on_other_machines_can_reach_the_driver_and_those_on_this_one_ne
 
 
 def test_the_python_of_a_cluster_is_the_one_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_GIVEN_PYTHON", "/opt/there/bin/python")
+    monkeypatch.setattr(cluster, "_USER_PYTHON", "/opt/there/bin/python")
     place_environment(REMOTE, tmp_path, {})
     assert os.environ["PYSPARK_PYTHON"] == "/opt/there/bin/python"
     place_environment(REMOTE, tmp_path, {"spark.pyspark.python": "/opt/other/bin/python"})

@@ -15,7 +15,7 @@ from pathlib import Path
 DAEMON = "tailrace.spark.session.worker_daemon"
 PYTHON_SETTING = "spark.pyspark.python"
 _LOOPBACK = "127.0.0.1"
-_GIVEN_PYTHON = os.environ.get("PYSPARK_PYTHON")
+_USER_PYTHON = os.environ.get("PYSPARK_PYTHON")
 """The user's own setting, read before ours replaces it."""
 
 
@@ -39,7 +39,7 @@ def place_environment(master: str, scratch: Path, settings: Mapping[str, str]) -
     if _is_this_machine(master):
         os.environ.setdefault("SPARK_LOCAL_IP", _LOOPBACK)
     if is_cluster(master):
-        os.environ["PYSPARK_PYTHON"] = settings.get(PYTHON_SETTING) or _GIVEN_PYTHON or sys.executable
+        os.environ["PYSPARK_PYTHON"] = settings.get(PYTHON_SETTING) or _USER_PYTHON or sys.executable
         os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     else:
         os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = str(_worker_python(scratch))

@@ -57,10 +57,10 @@ TABLE_SETTINGS = {
 def connector_settings(configured: Mapping[str, str]) -> dict[str, str]:
     """Return the settings of a session with the Delta connector; refuse a Spark that has none."""
     settings = dict(configured)
-    if not _named(settings, "delta-spark"):
+    if not _is_configured(settings, "delta-spark"):
         instead = "or use `tables.engine: delta-rs`, which needs none; "
-        _fetch(settings, _coordinates(CONNECTORS, "Delta", instead))
-    _extend(settings, _OWN_EXTENSION)
+        _add_package(settings, _coordinates(CONNECTORS, "Delta", instead))
+    _add_extension(settings, _OWN_EXTENSION)
     for name, value in _DEFAULTS.items():
         settings.setdefault(name, value)
     return settings
@@ -72,12 +72,12 @@ def iceberg_settings(configured: Mapping[str, str], catalog: Catalog) -> dict[st
     The catalog's own settings are set in each table's session.
     """
     settings = dict(configured)
-    if not _named(settings, "iceberg-spark-runtime"):
-        _fetch(settings, _coordinates(ICEBERG_CONNECTORS, "Iceberg", ""))
+    if not _is_configured(settings, "iceberg-spark-runtime"):
+        _add_package(settings, _coordinates(ICEBERG_CONNECTORS, "Iceberg", ""))
     kind = catalog.uri.split(":")[1] if catalog.kind == "jdbc" else ""
-    if kind in _DRIVERS and not _named(settings, _DRIVERS[kind].split(":")[1]):
-        _fetch(settings, _DRIVERS[kind])
-    _extend(settings, _ICEBERG_EXTENSION)
+    if kind in _DRIVERS and not _is_configured(settings, _DRIVERS[kind].split(":")[1]):
+        _add_package(settings, _DRIVERS[kind])
+    _add_extension(settings, _ICEBERG_EXTENSION)
     settings.setdefault(_REDACTION, _SECRET_OPTIONS)
     return settings
 
@@ -98,16 +98,16 @@ def catalog_settings(catalog: Catalog) -> dict[str, str]:
     return {prefix: "org.apache.iceberg.spark.SparkCatalog", **prefixed}
 
 
-def _named(settings: Mapping[str, str], artefact: str) -> bool:
+def _is_configured(settings: Mapping[str, str], artefact: str) -> bool:
     return any(artefact in settings.get(name, "") for name in (_PACKAGES, "spark.jars"))
 
 
-def _fetch(settings: dict[str, str], coordinates: str) -> None:
+def _add_package(settings: dict[str, str], coordinates: str) -> None:
     packages = [settings[_PACKAGES]] if settings.get(_PACKAGES) else []
     settings[_PACKAGES] = ",".join([*packages, coordinates])
 
 
-def _extend(settings: dict[str, str], extension: str) -> None:
+def _add_extension(settings: dict[str, str], extension: str) -> None:
     extensions = [name for name in settings.get(_EXTENSIONS, "").split(",") if name]
     settings[_EXTENSIONS] = ",".join(dict.fromkeys([*extensions, extension]))
 

@@ -76,7 +76,7 @@ class Jvm:
         master = master or requested.get("spark.master") or f"local[{slots}]"
         place_environment(master, scratch, requested)
         if java_options is None:
-            java_options = _archived(archive_path(java))
+            java_options = _archive_options(archive_path(java))
         # Java's temporary files are removed with the scratch folder: a killed Java does not clean up.
         temporary = f'"-Djava.io.tmpdir={scratch}"'
         own = (
@@ -99,7 +99,7 @@ class Jvm:
         """Open the session; raise if the process is killed meanwhile."""
         context = SparkContext(conf=self._settings, gateway=self._gateway)
         # It prints a traceback when the JVM hangs up first, as at every stop. We use no accumulators.
-        context._accumulatorServer.handle_error = _say_nothing  # type: ignore[assignment, method-assign] # Spark's own
+        context._accumulatorServer.handle_error = _ignore  # type: ignore[assignment, method-assign] # Spark's own
         return SparkSession(context)
 
     def end(self, wait_seconds: float) -> None:
@@ -140,9 +140,9 @@ def _submitted_settings(gateway: Any) -> dict[str, str]:
     return {name: value for name, value in configured.items() if name != "spark.app.name"}
 
 
-def _archived(path: Path) -> tuple[str, ...]:
+def _archive_options(path: Path) -> tuple[str, ...]:
     return (f'"-XX:SharedArchiveFile={path}"', "-Xlog:cds=off") if path.exists() else ()
 
 
-def _say_nothing(*_: object) -> None:
+def _ignore(*_: object) -> None:
     """Print nothing, in place of a traceback without meaning."""

@@ -27,7 +27,7 @@ class WakeSource:
 
     def __init__(self, ahead: Callable[[int], int], after: int) -> None:
         self._ahead = ahead
-        self._said = self._done = after
+        self._announced = self._answered = after
         self._free = threading.Event()
         self._server = socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(0.5)
@@ -50,16 +50,16 @@ class WakeSource:
 
         A query begins with a micro-batch that announces nothing.
         """
-        return self._said if self._said > self._done else None
+        return self._announced if self._announced > self._answered else None
 
     @property
     def answered_commit(self) -> int:
         """The last commit that was acknowledged."""
-        return self._done
+        return self._answered
 
     def acknowledge(self, end: int) -> None:
         """Record that the work up to a commit is done, so that the next number may be sent."""
-        self._done = max(self._done, end)
+        self._answered = max(self._answered, end)
         self._free.set()
 
     def serve(self, stopping: threading.Event) -> None:
@@ -75,12 +75,12 @@ class WakeSource:
 
     def _serve_listener(self, listener: socket.socket, stopping: threading.Event) -> None:
         while not stopping.is_set():
-            end = self._ahead(self._done)
-            if end <= self._done:
+            end = self._ahead(self._answered)
+            if end <= self._answered:
                 stopping.wait(POLL_SECONDS)
                 continue
             self._free.clear()
-            self._said = end
+            self._announced = end
             try:
                 listener.sendall(f"{end}\n".encode())
             except OSError:  # it has gone

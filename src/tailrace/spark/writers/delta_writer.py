@@ -54,7 +54,7 @@ class SparkDeltaTable(MergedTable[OpenedDelta]):
 
     connector = "Spark's Delta connector"
     whole_files = False
-    _plain: DeltaRsTable
+    _inspector: DeltaRsTable
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class SparkDeltaTable(MergedTable[OpenedDelta]):
 
     def files(self) -> list[str]:
         """Return the names of the newest version's data files."""
-        return self._plain.files()
+        return self._inspector.files()
 
     def load(
         self,
@@ -80,7 +80,7 @@ class SparkDeltaTable(MergedTable[OpenedDelta]):
         *,
         origin: LoadOrigin | None = None,
     ) -> int:
-        return self._plain.load(schema, batches, position, origin=origin)
+        return self._inspector.load(schema, batches, position, origin=origin)
 
     def commit_load(
         self,
@@ -91,14 +91,14 @@ class SparkDeltaTable(MergedTable[OpenedDelta]):
         origin: LoadOrigin | None = None,
         kept: Sequence[Column] = (),
     ) -> int:
-        return self._plain.commit_load(schema, files, position, origin=origin, kept=kept)
+        return self._inspector.commit_load(schema, files, position, origin=origin, kept=kept)
 
     def compact(self, upkeep: UpkeepPlan, expected: AppliedPosition) -> UpkeepResult:
         """Compact with delta-rs, whose commit is a compare-and-swap and states the position.
 
         The connector's is neither. Files are streamed, and a pipeline runs this in a task.
         """
-        return self._plain.compact(upkeep, expected)
+        return self._inspector.compact(upkeep, expected)
 
     def merge_load(
         self,
@@ -110,31 +110,31 @@ class SparkDeltaTable(MergedTable[OpenedDelta]):
         keys: Sequence[StagedFile] | None = None,
         origin: LoadOrigin | None = None,
     ) -> WriteResult:
-        if self._form.mode is TableMode.APPEND and not features_of(self._opened().table).any:
+        if self._spec.mode is TableMode.APPEND and not features_of(self._opened().table).any:
             # The files become the table's own, and no row is rewritten.
-            return self._plain.merge_load(schema, files, expected, position, keys=keys, origin=origin)
+            return self._inspector.merge_load(schema, files, expected, position, keys=keys, origin=origin)
         return super().merge_load(schema, files, expected, position, keys=keys, origin=origin)
 
     def evolve(self, recast: Recast, expected: AppliedPosition) -> WriteResult:
-        table = self._plain.opened()
+        table = self._inspector.opened()
         applied, old = table.commit_record.applied_position, table.commit_record.schema
         if applied == expected and old.same_with_facts(recast.schema):
             return WriteResult(committed=False, applied_position=applied)
         if applied != expected:
             raise wrong_position(self._path, applied, expected)
-        own = recast_for_spec(self._form, recast)
+        own = recast_for_spec(self._spec, recast)
         planned = plan_columns(table.table, own)
         schema = replace(own.schema, columns=planned.columns, facts=None)
         if features_of(table.table).column_mapping:
             refuse_names(schema)
             if is_metadata_only(table.table, planned):
-                self._plain.set_columns(table, schema, planned, recast.schema)
+                self._inspector.set_columns(table, schema, planned, recast.schema)
                 return WriteResult(committed=True, applied_position=applied)
         else:
             refuse_spark_names(schema)
         # A commit without rows. The connector leaves it to a person.
-        self._plain.add_features(table.folder, table.table, schema)
-        table = self._plain.opened()
+        self._inspector.add_features(table.folder, table.table, schema)
+        table = self._inspector.opened()
         after = replace(table.commit_record, schema=recast.schema)
         if only_adds(table.table, planned):
             no_rows_frame = no_rows(self.session, planned.fields)
@@ -142,7 +142,7 @@ class SparkDeltaTable(MergedTable[OpenedDelta]):
         else:
             with self.scratch() as folder:
                 rows = recast_rows(self._read(table), planned, folder)
-                refuse_misfit_rows(schema, planned.others & {*self._form.partition_by}, rows)
+                refuse_misfit_rows(schema, planned.others & {*self._spec.partition_by}, rows)
                 version = self._commit(
                     table, after, lambda: self._save(table, rows, "overwrite", overwriteSchema="true")
                 )
@@ -169,7 +169,7 @@ class SparkDeltaTable(MergedTable[OpenedDelta]):
         rows = self._guarded(table, rows)
         writer = rows.write.format("delta").mode(mode).options(**options)
         if "overwriteSchema" in options:  # it drops partitions that are not named again
-            writer = writer.partitionBy(*self._form.partition_by)
+            writer = writer.partitionBy(*self._spec.partition_by)
         writer.save(str(table.folder))
 
     def _read(self, table: OpenedDelta) -> DataFrame:
@@ -195,7 +195,7 @@ class SparkDeltaTable(MergedTable[OpenedDelta]):
         with self._spark_errors():
             write()
         # The connector reports nothing if it takes the write for one that was done already.
-        version = self._plain.version()
+        version = self._inspector.version()
         if version != before + 1 or not has_token(table.folder, version, token):
             raise self._overtaken()
         failpoints.hit("table.after_commit")

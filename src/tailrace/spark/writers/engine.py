@@ -69,14 +69,14 @@ class SparkEngine:
 
     def __init__(self, spark: SparkSession, catalog: Catalog | None = None) -> None:
         self._spark = spark
-        self._ways: dict[Callable[..., Outcome], Callable[[Any], Outcome]] = {
+        self._methods: dict[Callable[..., Outcome], Callable[[Any], Outcome]] = {
             advance_table: self._advance,
             refresh_table: self._refresh,
             replay_rows: self._replay_rows,
             replay_changes: self._replay_changes,
         }
         if catalog is not None:
-            self._ways |= {commit_load: self._commit_load, compact_table: self._compact}
+            self._methods |= {commit_load: self._commit_load, compact_table: self._compact}
         self._opened: dict[Path, SparkIcebergTable] = {}
 
     def handles(self, task: Callable[..., Outcome]) -> bool:
@@ -84,12 +84,12 @@ class SparkEngine:
 
         Tasks read the source and join a Delta table's files, whichever engine writes.
         """
-        return task in self._ways
+        return task in self._methods
 
     def run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
         """Run pieces of work of different tables side by side. A failure is an outcome, not an exception."""
         with ThreadPoolExecutor(max_workers=min(len(works), TABLES_AT_ONCE_MAX)) as threads:
-            return list(threads.map(self._ways[task], works))
+            return list(threads.map(self._methods[task], works))
 
     def _in_tasks(self, task: Callable[[Any], Any], works: Sequence[Any]) -> Sequence[Any]:
         return self._spark.sparkContext.parallelize(works, len(works)).map(task).collect()
@@ -128,7 +128,7 @@ class SparkEngine:
         started = time.monotonic()
         failpoints.hit("apply.before_table")
         try:
-            folded, applied = self._applied(work)
+            folded, applied = self._apply_once(work)
         except Exception as error:  # the work's boundary: the table fails, the others go on
             return _failed(work.table, error)
         return Outcome(
@@ -143,7 +143,7 @@ class SparkEngine:
             dead_letters=sum(len(item.causes) for item in folded.rejects),
         )
 
-    def _applied(self, work: ApplyWork) -> tuple[FoldedFiles, WriteResult]:
+    def _apply_once(self, work: ApplyWork) -> tuple[FoldedFiles, WriteResult]:
         """Apply in one commit. Rejected changes are stored first, as in `tasks/dead_letters.py`."""
         table, store = self._table(work.location), DeadLetterStore(work.log, work.table)
         with table.scratch() as scratch:
@@ -200,9 +200,9 @@ class SparkEngine:
         return rows
 
     def _evolve(self, work: EvolveWork) -> Outcome:
-        return _timed(work.table, partial(self._evolved, work))
+        return _timed(work.table, partial(self._run_evolve, work))
 
-    def _evolved(self, work: EvolveWork) -> Outcome:
+    def _run_evolve(self, work: EvolveWork) -> Outcome:
         applied = self._table(work.location).evolve(work.recast, work.expected)
         return Outcome(
             table=work.table, applied_position=work.expected, schema=work.recast.schema, bytes_written=applied.bytes

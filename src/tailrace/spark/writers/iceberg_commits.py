@@ -68,15 +68,15 @@ class IcebergCommits:
     def _iceberg(self) -> Any:
         return self._session._jvm.org.apache.iceberg  # type: ignore[union-attr] # py4j's
 
-    def _listed(self) -> Any:
+    def _java_catalog(self) -> Any:
         # Spark looks for a catalog in the settings of the session that the thread used last.
         spark = self._session._jvm.org.apache.spark.sql  # type: ignore[union-attr] # py4j's
         spark.classic.SparkSession.setActiveSession(self._session._jsparkSession)
         return self._iceberg.spark.Spark3Util.loadIcebergCatalog(self._session._jsparkSession, SPARK_CATALOG)
 
-    def _ready(self) -> Any:
+    def _catalog_with_namespace(self) -> Any:
         """Return the catalog, with a namespace for the table."""
-        catalog, namespace = self._listed(), self._identifier().namespace()
+        catalog, namespace = self._java_catalog(), self._identifier().namespace()
         if self._catalog.kind != "hadoop" and not catalog.namespaceExists(namespace):
             catalog.createNamespace(namespace)
         return catalog
@@ -86,7 +86,7 @@ class IcebergCommits:
         """The table's location, as its metadata names it."""
         return str(self._path) if self._catalog.kind == "hadoop" else f"file://{self._path}"
 
-    def _texts(self, values: Sequence[str]) -> Any:
+    def _string_array(self, values: Sequence[str]) -> Any:
         gateway = self._session.sparkContext._gateway
         array = gateway.new_array(gateway.jvm.java.lang.String, len(values))  # type: ignore[union-attr] # py4j's
         for i, value in enumerate(values):
@@ -94,7 +94,7 @@ class IcebergCommits:
         return array
 
     def _identifier(self) -> Any:
-        return self._iceberg.catalog.TableIdentifier.of(self._texts(self._levels))
+        return self._iceberg.catalog.TableIdentifier.of(self._string_array(self._levels))
 
     def _schema(self, fields: Sequence[Field]) -> Any:
         return self._iceberg.SchemaParser.fromJson(schema_json(fields))
@@ -103,7 +103,7 @@ class IcebergCommits:
         return self._iceberg.PartitionSpecParser.fromJson(schema, json.dumps(partitions.spec))
 
     def _table(self) -> Any:
-        return self._listed().loadTable(self._identifier())
+        return self._java_catalog().loadTable(self._identifier())
 
     # Commits.
 
@@ -116,7 +116,7 @@ class IcebergCommits:
         summary: Mapping[str, str],
     ) -> int:
         """Create the table with these files if there is none; return the number of its first snapshot."""
-        catalog, identifier = self._ready(), self._identifier()
+        catalog, identifier = self._catalog_with_namespace(), self._identifier()
         schema = self._schema(fields)
         builder = catalog.buildTable(identifier, schema)
         builder = builder.withPartitionSpec(self._spec(schema, plan_partition_change(fields, partition_by, (), ())))
@@ -285,7 +285,7 @@ class IcebergCommits:
 
     def register(self, file: Path) -> None:
         """List a table that is not listed, with the metadata in this file."""
-        catalog, identifier = self._ready(), self._identifier()
+        catalog, identifier = self._catalog_with_namespace(), self._identifier()
         catalog.registerTable(identifier, f"file://{file}")
         self._sync_metadata(self._table().operations())
 

@@ -54,40 +54,40 @@ class IcebergRebuildBackend:
     """The rebuild backend of an Iceberg table. It starts Spark only when it is needed."""
 
     def __init__(self, location: TableLocation, spark: Callable[[], SparkSession]) -> None:
-        self._place, self._spark = location, spark
+        self._location, self._spark = location, spark
 
     @cached_property
     def _table(self) -> SparkIcebergTable:
-        return _opened(self._spark(), self._place)
+        return _opened(self._spark(), self._location)
 
     def why_unavailable(self, base: RebuildBase) -> str | None:
         return None if self._table.has_files(base.version) else FILES_REMOVED
 
     def open_rebuild(self) -> AbstractContextManager[RebuildSession]:
-        return _IcebergRebuildSession(self._spark(), self._place, self._table)
+        return _IcebergRebuildSession(self._spark(), self._location, self._table)
 
 
 class _IcebergRebuildSession:
     def __init__(self, spark: SparkSession, location: TableLocation, table: SparkIcebergTable) -> None:
         assert location.catalog is not None, "the caller checks that"
-        self._spark, self._place, self._table = spark, location, table
-        self._around = location.path.absolute() / REBUILT
-        self._folder = self._around / uuid.uuid4().hex[:12]
-        catalog = Catalog(kind="hadoop", root=self._around, version=location.catalog.version)
+        self._spark, self._location, self._table = spark, location, table
+        self._rebuilt_folder = location.path.absolute() / REBUILT
+        self._folder = self._rebuilt_folder / uuid.uuid4().hex[:12]
+        catalog = Catalog(kind="hadoop", root=self._rebuilt_folder, version=location.catalog.version)
         self.location = replace(location, path=self._folder / "table", catalog=catalog)
-        self._seen: IcebergMetadata | None = None
-        self._handed_over = False
+        self._metadata: IcebergMetadata | None = None
+        self._swapped = False
 
     def __enter__(self) -> _IcebergRebuildSession:
-        for marker in self._around.glob(f"*/{UNFINISHED}"):
+        for marker in self._rebuilt_folder.glob(f"*/{UNFINISHED}"):
             shutil.rmtree(marker.parent, ignore_errors=True)
         _write_file(self._folder / UNFINISHED, "")
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._handed_over:
+        if not self._swapped:
             shutil.rmtree(self._folder, ignore_errors=True)
-        for folder in (self._around, self._place.path):
+        for folder in (self._rebuilt_folder, self._location.path):
             with suppress(OSError):  # it is not empty, unless the rebuild came to nothing
                 folder.rmdir()
 
@@ -97,10 +97,10 @@ class _IcebergRebuildSession:
 
     def restore_base(self, base: RebuildBase) -> int:
         self._table.refuse_foreign(base.commit_record.schema.table)
-        self._seen = self._table.metadata()
+        self._metadata = self._table.metadata()
         version = None if base.kept_load is not None else base.version
-        if self._seen is not None:
-            document = self._seen.copy_as_of(version, self.location.path, self._place.spec.partition_by)
+        if self._metadata is not None:
+            document = self._metadata.copy_as_of(version, self.location.path, self._location.spec.partition_by)
             document["properties"] |= PROPERTIES
             _write_file(self.location.path / METADATA / "v1.metadata.json", json.dumps(document))
         if base.kept_load is not None:
@@ -147,9 +147,9 @@ class _IcebergRebuildSession:
         self._new.set_position(position)
         rows = self._new.rows()
         failpoints.hit("rebuild.replayed")
-        commits, seen = self._table.commits, self._seen
+        commits, seen = self._table.commits, self._metadata
         if seen is None:
-            commit = partial(commits.register, self._to_list())
+            commit = partial(commits.register, self._metadata_to_register())
         else:
             commit = partial(commits.take_over, seen, self._new.commits.current())
         for name in ("v*.json", "version-hint.text", ".*.crc"):  # the new table is no table of its own any more
@@ -157,16 +157,16 @@ class _IcebergRebuildSession:
                 file.unlink()
         (self._folder / UNFINISHED).unlink()
         fsync(self._folder)
-        self._handed_over = True
+        self._swapped = True
         failpoints.hit("rebuild.linked")
         try:
             self._table.run_swap(commit)
         except ForeignWrite:  # nothing of the new table is in the table
-            self._handed_over = False
+            self._swapped = False
             raise
         return rows
 
-    def _to_list(self) -> Path:
+    def _metadata_to_register(self) -> Path:
         """Return the metadata file for the catalog: the new table, with the location that the table is to have."""
         assert self.location.catalog is not None, "one of its own"
         document = self.location.catalog.metadata(self.location.path)

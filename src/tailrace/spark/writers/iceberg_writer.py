@@ -61,8 +61,8 @@ from tailrace.tables.staging import FILE_BYTES, StagedFile, discard, stage
 from tailrace.tables.table_errors import wrong_position
 from tailrace.tables.table_folder import SCRATCH, unreadable
 
-_SAID = "spark.sql.iceberg.snapshot-property."
-_STAGES = "spark.wap.id"
+_SUMMARY_SETTING = "spark.sql.iceberg.snapshot-property."
+_STAGING_SETTING = "spark.wap.id"
 _OVERTAKEN = re.compile(r"iceberg\.exceptions\.(CommitFailed|AlreadyExists|Validation)Exception")
 PROPERTIES = {
     "write.merge.mode": "merge-on-read",
@@ -90,7 +90,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
 
     connector = "Spark's Iceberg connector"
     whole_files = True
-    _plain: IcebergTable
+    _inspector: IcebergTable
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
 
     def files(self) -> list[str]:
         """Return the names of the newest version's data files."""
-        if self._plain.metadata() is None:
+        if self._inspector.metadata() is None:
             return []
         rows = self.session.sql(f"SELECT file_path FROM {self._name}.files WHERE content = 0").collect()
         return [row["file_path"].rpartition("/")[2] for row in rows]
@@ -126,17 +126,17 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         *,
         origin: LoadOrigin | None = None,
     ) -> int:
-        stored = self._form.stored_schema(schema)
+        stored = self._spec.stored_schema(schema)
         refuse_iceberg_names(stored)
-        self._plain.refuse_foreign(schema.table)
-        metadata, name = self._plain.metadata(), f"load-{uuid.uuid4().hex}"
+        self._inspector.refuse_foreign(schema.table)
+        metadata, name = self._inspector.metadata(), f"load-{uuid.uuid4().hex}"
         origin = origin or LoadOrigin(seq=position.seq, position=str(position.position), read_at=time.time_ns() // 1000)
         files = stage(
             self._path / STAGED,
             name,
             stored,
-            with_added_columns(self._form, schema, batches, origin),
-            self._form.partition_by,
+            with_added_columns(self._spec, schema, batches, origin),
+            self._spec.partition_by,
             numbered=True,
             file_bytes=self._file_bytes,
         )
@@ -154,9 +154,9 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         origin: LoadOrigin | None = None,
         kept: Sequence[Column] = (),
     ) -> int:
-        refuse_iceberg_names(self._form.stored_schema(schema))
-        self._plain.refuse_foreign(schema.table)
-        return self._commit_load(self._plain.metadata(), schema, files, position, origin, kept)
+        refuse_iceberg_names(self._spec.stored_schema(schema))
+        self._inspector.refuse_foreign(schema.table)
+        return self._commit_load(self._inspector.metadata(), schema, files, position, origin, kept)
 
     def _commit_load(
         self,
@@ -171,10 +171,10 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         rows, digest = sum(file.rows for file in files), files_digest(files)
         if metadata is not None and digest and metadata.has_in_summary(LOADED_SUMMARY_KEY, digest):
             return rows
-        stored = self._form.stored_schema(schema)
+        stored = self._spec.stored_schema(schema)
         clock = origin.read_at if origin else 0
         record = CommitRecord(
-            log=self._log_id, applied_position=position, schema=schema, spec=self._form, latest_time=clock
+            log=self._log_id, applied_position=position, schema=schema, spec=self._spec, latest_time=clock
         )
         self._replace(metadata, (*stored.columns, *kept), files, record, {LOADED_SUMMARY_KEY: digest} if digest else {})
         return rows
@@ -188,7 +188,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         extra_summary: Summary,
     ) -> int:
         """Make these staged files all that the table holds, with these columns numbered from one."""
-        fields, partition_by = fresh_fields(columns), self._form.partition_by
+        fields, partition_by = fresh_fields(columns), self._spec.partition_by
         try:
             new_files = [
                 NewFile(
@@ -233,12 +233,12 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
             return WriteResult(committed=False, applied_position=applied)
         if applied != expected:
             raise wrong_position(self._path, applied, expected)
-        metadata, own = table.metadata, recast_for_spec(self._form, recast)
+        metadata, own = table.metadata, recast_for_spec(self._spec, recast)
         planned = plan_columns(columns_of(metadata.fields), own)
         schema = replace(own.schema, columns=planned.columns, facts=None)
         refuse_iceberg_names(schema)
         after = replace(table.commit_record, schema=recast.schema)
-        partition_by, fields = self._form.partition_by, recast_fields(metadata.fields, planned, metadata.last_number)
+        partition_by, fields = self._spec.partition_by, recast_fields(metadata.fields, planned, metadata.last_number)
         # One entry in the table's metadata, and no file is rewritten. But where the table's partitions change, all rows
         # are moved into theirs.
         if fields is not None and are_same(metadata.fields, fields, partition_by):
@@ -262,7 +262,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         works = [
             _RewriteWork(
                 schema=schema,
-                partition_by=self._form.partition_by,
+                partition_by=self._spec.partition_by,
                 file=file,
                 path=self._path / STAGED,
                 name=f"{name}-{number:06d}",
@@ -298,7 +298,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
 
     def metadata(self) -> IcebergMetadata | None:
         """Return the table's metadata as of its newest commit; None if there is no table."""
-        return self._plain.metadata()
+        return self._inspector.metadata()
 
     def has_files(self, snapshot: int) -> bool:
         """Return whether all files of a snapshot exist."""
@@ -370,7 +370,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
                 try:
                     write()
                 except (PySparkException, Py4JError) as exc:
-                    if self._plain.version() != table.metadata.snapshot:
+                    if self._inspector.version() != table.metadata.snapshot:
                         raise Overtaken from exc  # the other writer has removed our files, too
                     raise
                 number = self._commits.staged_snapshot(token)
@@ -399,7 +399,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
     def _staging_as(self, summary: Summary) -> Iterator[str]:
         """Stage what is written meanwhile, with this summary."""
         conf, token = self.session.conf, summary[TOKEN]
-        settings = {**{_SAID + name: value for name, value in summary.items()}, _STAGES: token}
+        settings = {**{_SUMMARY_SETTING + name: value for name, value in summary.items()}, _STAGING_SETTING: token}
         for name, value in settings.items():
             conf.set(name, value)
         try:

@@ -97,10 +97,10 @@ class TableAtCommit(Protocol):
 
 
 Table = TypeVar("Table", bound=TableAtCommit)
-Looked = TypeVar("Looked", bound=TableAtCommit, covariant=True)
+OpenedTable = TypeVar("OpenedTable", bound=TableAtCommit, covariant=True)
 
 
-class TableInspector(Protocol[Looked]):
+class TableInspector(Protocol[OpenedTable]):
     """What can be known of a table without Spark."""
 
     def applied_position(self) -> AppliedPosition | None: ...
@@ -108,7 +108,7 @@ class TableInspector(Protocol[Looked]):
     def rows(self) -> int: ...
     def version(self) -> int | None: ...
     def refuse_foreign(self, table: TableId) -> None: ...
-    def opened(self) -> Looked:
+    def opened(self) -> OpenedTable:
         """Return the table as it is, with its position; refuse one that was not loaded, or that others changed."""
 
 
@@ -119,7 +119,7 @@ class MergedTable(abc.ABC, Generic[Table]):
     """The connector's name in errors."""
     whole_files: bool
     """Whether staged files contain the columns of their partition."""
-    _plain: TableInspector[Table]
+    _inspector: TableInspector[Table]
 
     def __init__(self, spark: SparkSession, path: Path, spec: TableSpec, inspector: TableInspector[Table]) -> None:
         # A commit's metadata is a setting of the session, so each table has its own session.
@@ -127,26 +127,26 @@ class MergedTable(abc.ABC, Generic[Table]):
         for name, value in TABLE_SETTINGS.items():
             self.session.conf.set(name, value)
         self._broadcast = str(self.session.conf.get(_BROADCAST))
-        self._path, self._form, self._plain = path.absolute(), spec, inspector
-        self._versions = spec.mode is TableMode.HISTORY
+        self._path, self._spec, self._inspector = path.absolute(), spec, inspector
+        self._keeps_versions = spec.mode is TableMode.HISTORY
 
     def applied_position(self) -> AppliedPosition | None:
-        return self._plain.applied_position()
+        return self._inspector.applied_position()
 
     def schema(self) -> TableSchema | None:
-        return self._plain.schema()
+        return self._inspector.schema()
 
     def rows(self) -> int:
-        return self._plain.rows()
+        return self._inspector.rows()
 
     def version(self) -> int | None:
-        return self._plain.version()
+        return self._inspector.version()
 
     def refuse_foreign(self, table: TableId) -> None:
-        self._plain.refuse_foreign(table)
+        self._inspector.refuse_foreign(table)
 
     def _opened(self) -> Table:
-        return self._plain.opened()
+        return self._inspector.opened()
 
     # The part of each format.
 
@@ -208,7 +208,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         refetch_frame = None if refetch is None else self._refetch_through_file(schema, refetch)
         with self.scratch() as folder:
             files = write_folded(
-                folder / "folded.parquet", self._form.stored_schema(schema), folded, self._form.partition_by
+                folder / "folded.parquet", self._spec.stored_schema(schema), folded, self._spec.partition_by
             )
             return self.apply_files(schema, files, expected, position, touch=touch, refetch=refetch_frame)
 
@@ -230,7 +230,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         refuse_other_position(self._path, table.commit_record, schema, expected)
         clock = max(table.commit_record.latest_time, folded.clock or 0)
         after = replace(table.commit_record, schema=schema, applied_position=position, latest_time=clock)
-        version, upserted = self._write(self._form.stored_schema(schema), table, folded, after, refetch)
+        version, upserted = self._write(self._spec.stored_schema(schema), table, folded, after, refetch)
         written = self._make_durable(version)
         return WriteResult(
             committed=True,
@@ -246,7 +246,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         table = self._opened()
         refuse_other_position(self._path, table.commit_record, schema, expected)
         after = replace(table.commit_record, latest_time=max(table.commit_record.latest_time, folded.clock or 0))
-        return self._put(schema, table, folded, after)
+        return self._write_and_sync(schema, table, folded, after)
 
     def replay_id(self) -> str | None:
         """Return the id of the last replay that appended changes."""
@@ -265,10 +265,12 @@ class MergedTable(abc.ABC, Generic[Table]):
         table = self._opened()
         refuse_other_position(self._path, table.commit_record, schema, expected)
         refuse_other_replay(self._path, table.commit_record, previous_replay_id)
-        return self._put(schema, table, folded, replace(table.commit_record, replay_id=replay_id))
+        return self._write_and_sync(schema, table, folded, replace(table.commit_record, replay_id=replay_id))
 
-    def _put(self, schema: TableSchema, table: Table, folded: FoldedFiles, record: CommitRecord) -> WriteResult:
-        version, upserted = self._write(self._form.stored_schema(schema), table, folded, record, None)
+    def _write_and_sync(
+        self, schema: TableSchema, table: Table, folded: FoldedFiles, record: CommitRecord
+    ) -> WriteResult:
+        version, upserted = self._write(self._spec.stored_schema(schema), table, folded, record, None)
         written = self._make_durable(version)
         return WriteResult(
             committed=True,
@@ -291,7 +293,7 @@ class MergedTable(abc.ABC, Generic[Table]):
 
     def source_fields(self, schema: TableSchema) -> StructType:
         """Return the source's columns, by their names in the lake."""
-        fields = self._form.stored_schema(schema).row_fields()
+        fields = self._spec.stored_schema(schema).row_fields()
         return spark_schema(pa.schema(fields[: len(schema.columns)]))
 
     def _write(
@@ -299,8 +301,8 @@ class MergedTable(abc.ABC, Generic[Table]):
     ) -> tuple[int, int]:
         """Make one commit, in the cheapest way that is exact; return its version, and how many rows were written."""
         self._bound_broadcasts(folded.upserts + folded.deletes)
-        rows = self._folded(schema, folded)
-        if self._versions:
+        rows = self._folded_frame(schema, folded)
+        if self._keeps_versions:
             rows = not_before_clock(schema, rows, table.commit_record.latest_time)
         if folded.truncated:
             left_out = 0
@@ -310,9 +312,11 @@ class MergedTable(abc.ABC, Generic[Table]):
             inserted = as_table_rows(schema, rows)
             version = self._commit(table, record, lambda: self._save(table, inserted, "overwrite"))
             return version, folded.upserts - left_out
-        if schema.key and not folded.is_empty and not (self._versions and folded.only_adds):
-            source = self._merge_source(schema, table, rows, folded.unsent, None if self._versions else refetch)
-            ended = clamp_truncate(folded.ended, table.commit_record.latest_time) if self._versions else folded.ended
+        if schema.key and not folded.is_empty and not (self._keeps_versions and folded.only_adds):
+            source = self._merge_source(schema, table, rows, folded.unsent, None if self._keeps_versions else refetch)
+            ended = (
+                clamp_truncate(folded.ended, table.commit_record.latest_time) if self._keeps_versions else folded.ended
+            )
             source = replace(source, ended=ended, extra_condition=partition_condition(schema, folded.partitions))
             version = self._commit(table, record, lambda: self._merge(schema, table, source))
             return version, folded.upserts - source.missing_at_source
@@ -329,12 +333,12 @@ class MergedTable(abc.ABC, Generic[Table]):
 
         The keys are the columns `k0…kN` of files.
         """
-        stored = self._form.stored_schema(schema)
+        stored = self._spec.stored_schema(schema)
         own = [stored.columns[i] for i in key_ordinals(stored)]
         fields = spark_schema(pa.schema([(f"k{i}", column.type) for i, column in enumerate(own)]))
         keys = self.session.read.schema(fields).parquet(*map(str, key_files))
         rows = self._read(self._opened())
-        rows = rows.where(column_named(CURRENT)) if self._versions else rows
+        rows = rows.where(column_named(CURRENT)) if self._keeps_versions else rows
         existing = rows.select(*(column_named(column.name).alias(f"t{i}") for i, column in enumerate(own)))
         same = [f.col(f"k{i}") == f.col(f"t{i}") for i in range(len(own))]
         # Broadcast the few keys, and not the table.
@@ -345,7 +349,7 @@ class MergedTable(abc.ABC, Generic[Table]):
     def _bound_broadcasts(self, rows: int) -> None:
         self.session.conf.set(_BROADCAST, self._broadcast if rows <= BROADCAST_ROWS_MAX else "-1")
 
-    def _folded(self, schema: TableSchema, folded: FoldedFiles) -> DataFrame:
+    def _folded_frame(self, schema: TableSchema, folded: FoldedFiles) -> DataFrame:
         fields = folded_file_schema(schema)
         if not folded.files:
             return no_rows(self.session, fields)
@@ -358,7 +362,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         if not unsent:
             return _MergeSource(rows=rows.select(*own_columns(schema), "op"))
         keys, table_rows = key_ordinals(schema), self._read(table)
-        base_rows = (table_rows.where(column_named(CURRENT)) if self._versions else table_rows).select(
+        base_rows = (table_rows.where(column_named(CURRENT)) if self._keeps_versions else table_rows).select(
             *(column_named(schema.columns[i].name).alias(f"b{i}") for i in sorted({*keys, *unsent})),
             f.lit(True).alias("there"),
         )
@@ -366,7 +370,9 @@ class MergedTable(abc.ABC, Generic[Table]):
         joined = self._materialise(rows.join(base_rows, bases, "left"))
         partial, missing = f.col("absent").isNotNull(), f.col("there").isNull()
         # A new version is added to the version that it comes from, and needs all values of that.
-        keeps_key = f.lit(False) if self._versions else all_of([f.col(f"base.c{i}") == f.col(f"c{i}") for i in keys])
+        keeps_key = (
+            f.lit(False) if self._keeps_versions else all_of([f.col(f"base.c{i}") == f.col(f"c{i}") for i in keys])
+        )
         takes_base = {
             i: f.coalesce(f.array_contains("absent", f.lit(i).cast("smallint")), f.lit(False)) for i in unsent
         }
@@ -381,7 +387,7 @@ class MergedTable(abc.ABC, Generic[Table]):
             # For a row whose key moved, no row of the table can be trusted (`tables/delta/key_lookup.py`), and one
             # without a base has none.
             must_refetch = partial & (f.col("moved") | missing)
-            kept_columns = [*keys, *range(len(schema.columns) - len(self._form.added_columns), len(schema.columns))]
+            kept_columns = [*keys, *range(len(schema.columns) - len(self._spec.added_columns), len(schema.columns))]
             key_columns = [f.col(f"c{i}").alias(f"w{i}") for i in kept_columns]
             to_refetch = self._materialise(
                 joined.where(must_refetch).select(*key_columns, f.col("base").isNull().alias("baseless"))
@@ -406,7 +412,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         Columns that the table spec adds are those of the change that needs the row. If a row has no base and the source
         no longer has it, the row under its key is removed, as in `RowsWithoutBase`.
         """
-        source_columns = len(schema.columns) - len(self._form.added_columns)
+        source_columns = len(schema.columns) - len(self._spec.added_columns)
         own = [
             (column_named(column.name) if i < source_columns else f.col(f"w{i}")).alias(f"c{i}")
             for i, column in enumerate(schema.columns)
@@ -419,7 +425,7 @@ class MergedTable(abc.ABC, Generic[Table]):
             fields = [(f"w{i}" if i >= source_columns else c.name, c.type) for i, c in enumerate(schema.columns)]
             return no_rows(self.session, pa.schema(fields)).select(*own, op, *no_flags), 0
         refetched = refetch(to_refetch.select(*(f.col(f"w{i}").alias(name) for i, name in names.items())))
-        refuse_misfit_rows(schema, {*self._form.partition_by} & {*refetched.columns}, refetched)
+        refuse_misfit_rows(schema, {*self._spec.partition_by} & {*refetched.columns}, refetched)
         same = [column_named(name) == f.col(f"w{i}") for i, name in names.items()]
         result = refetched.join(to_refetch.drop("baseless"), same).select(*own, op, *no_flags)
         remaining = [
@@ -427,7 +433,7 @@ class MergedTable(abc.ABC, Generic[Table]):
             for i, kind in enumerate(spark_schema(pa.schema(schema.row_fields())))
         ]
         # A row that stays as deleted is marked, if the table has it.
-        mark = f.col(f"w{schema.names.index(self._form.deleted_column)}") if self._form.soft_delete else f.lit(False)
+        mark = f.col(f"w{schema.names.index(self._spec.deleted_column)}") if self._spec.soft_delete else f.lit(False)
         instead = f.when(mark, MARK_DELETED).when(f.col("baseless"), DELETE).cast("tinyint")
         gone = to_refetch.join(refetched, same, "left_anti").where(mark | f.col("baseless"))
         result = self._materialise(result.unionByName(gone.select(*remaining, instead.alias("op"), *no_flags)))
@@ -436,7 +442,7 @@ class MergedTable(abc.ABC, Generic[Table]):
     def _merge(self, schema: TableSchema, table: Table, source: _MergeSource) -> None:
         view = f"source_{uuid.uuid4().hex}"
         merge = merge_sql_for(
-            self._form,
+            self._spec,
             schema,
             self._sql_name(table),
             view,
@@ -461,7 +467,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         keys: Sequence[StagedFile] | None = None,
         origin: LoadOrigin | None = None,
     ) -> WriteResult:
-        table, appends = self._opened(), self._form.mode is TableMode.APPEND
+        table, appends = self._opened(), self._spec.mode is TableMode.APPEND
         if not schema.key and not appends:
             raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=REPLACE_HINT)
         applied = table.commit_record.applied_position
@@ -472,13 +478,13 @@ class MergedTable(abc.ABC, Generic[Table]):
         latest_time = max(table.commit_record.latest_time, origin.read_at)
         record = replace(table.commit_record, schema=schema, applied_position=position, latest_time=latest_time)
         if appends:
-            inserted = self._staged(table, self._form.stored_schema(schema).columns, files)
+            inserted = self._staged(table, self._spec.stored_schema(schema).columns, files)
             self._make_durable(self._commit(table, record, lambda: self._save(table, inserted, "append")))
             return WriteResult(committed=True, applied_position=position, upserted=sum(file.rows for file in files))
         self._bound_broadcasts(sum(file.rows for file in files))
         with self.scratch():
             changes = self._difference(schema, table, files, keys, origin)
-            return self._merge_difference(self._form.stored_schema(schema), table, record, changes)
+            return self._merge_difference(self._spec.stored_schema(schema), table, record, changes)
 
     def _merge_difference(
         self, schema: TableSchema, table: Table, record: CommitRecord, changes: DataFrame
@@ -513,13 +519,13 @@ class MergedTable(abc.ABC, Generic[Table]):
         keys: Sequence[StagedFile] | None,
         origin: LoadOrigin,
     ) -> DataFrame:
-        stored, compared = self._form.stored_schema(schema), len(split_compared(self._form, schema)[0].columns)
+        stored, compared = self._spec.stored_schema(schema), len(split_compared(self._spec, schema)[0].columns)
         key = [stored.columns[i] for i in key_ordinals(stored)]
         staged = self._staged(table, stored.columns, files)
         listed_keys = None if keys is None else self._staged(table, key, keys)
-        if self._form.holds_messages:
+        if self._spec.holds_messages:
             listed_keys = self._read(table)
-        retirement = retirement_rule(self._form, origin, table.commit_record.latest_time)
+        retirement = retirement_rule(self._spec, origin, table.commit_record.latest_time)
         return rows_to_change(stored, compared, self._read(table), staged, listed_keys, retirement)
 
     def _staged(self, table: Table, columns: Sequence[Column], files: Sequence[StagedFile]) -> DataFrame:

@@ -31,8 +31,8 @@ from tailrace.model.schema import Identity, TableSchema
 CHANGE_TYPE, VERSION, TIMESTAMP = "_change_type", "_commit_version", "_commit_timestamp"
 _WRITTEN, _ALONE, _KEY = "\0written_at", "\0alone", "\0key{}"
 """Helper columns. No column of a source has such a name, for none has a zero byte in its name."""
-_ELSE = "or read the table with `shape` `typed`, which reports every change."
-_AFTER = f"Begin after the commit, with `startingPosition` and a new checkpoint, {_ELSE}"
+_TYPED_HINT = "or read the table with `shape` `typed`, which reports every change."
+_SKIP_HINT = f"Begin after the commit, with `startingPosition` and a new checkpoint, {_TYPED_HINT}"
 
 
 def feed_fields(schema: TableSchema) -> pa.Schema:
@@ -48,7 +48,7 @@ def refuse_partial(schema: TableSchema) -> None:
             "a change feed needs whole old rows, and the source does not send them",
             table=schema.table,
             hint=f"Run `ALTER TABLE {schema.table} REPLICA IDENTITY FULL;` and begin with changes made after that, "
-            f"{_ELSE}",
+            f"{_TYPED_HINT}",
         )
 
 
@@ -60,7 +60,7 @@ def partial_rows_error(schema: TableSchema, commit: int) -> SourceNotReady | Non
         "a change feed needs whole old rows, and these changes have none",
         table=schema.table,
         commit=commit,
-        hint=_AFTER,
+        hint=_SKIP_HINT,
     )
 
 
@@ -90,7 +90,10 @@ def find_unsupported(batch: ChangeBatch, numbers: Int64Array) -> tuple[int, Tail
     if batch.truncates:
         commit = int(numbers[pc.index(batch.data.column(change.OP), Operation.TRUNCATE.value).as_py()])
         errors.append(
-            (commit, Unsupported("a change feed cannot represent a TRUNCATE", table=table, commit=commit, hint=_AFTER))
+            (
+                commit,
+                Unsupported("a change feed cannot represent a TRUNCATE", table=table, commit=commit, hint=_SKIP_HINT),
+            )
         )
     if batch.unfit:
         commit = int(numbers[pc.index(batch.data.column(change.UNFIT).is_valid(), True).as_py()])
@@ -101,7 +104,7 @@ def find_unsupported(batch: ChangeBatch, numbers: Int64Array) -> tuple[int, Tail
                     "a value does not fit its column's type, and a change feed has no other column for it",
                     table=table,
                     commit=commit,
-                    hint=_AFTER,
+                    hint=_SKIP_HINT,
                 ),
             )
         )

@@ -27,7 +27,7 @@ from tailrace.spark.datasource.log.log_options import LogOptions
 
 log = logging.getLogger(__name__)
 
-ANEW_HINT = "Read the table as a whole, then begin with a new checkpoint and `startingPosition` {commit}."
+NEW_CHECKPOINT_HINT = "Read the table as a whole, then begin with a new checkpoint and `startingPosition` {commit}."
 
 
 class CoverageCheck:
@@ -37,8 +37,8 @@ class CoverageCheck:
         self._options = options
         self._log = log
         self._index = index
-        self._seen = -1
-        self._found: list[CaptureStart] = []
+        self._checked_to = -1
+        self._starts: list[CaptureStart] = []
         self._warned: set[CaptureStart] = set()
 
     def refresh(self, to: int, tables: frozenset[int]) -> None:
@@ -46,23 +46,23 @@ class CoverageCheck:
 
         A start is recorded before the publication has the table, so later records concern later commits.
         """
-        if to <= self._seen:
+        if to <= self._checked_to:
             return
         relations = {self._log.schemas.latest_of(number).schema.relation for number in tables}
-        self._found = [
+        self._starts = [
             start
             for start in self._log.coverage().starts
             if start.commit and start.kind is not CaptureStartKind.MOVED
             if self._options.matches(start.table) or start.relation in relations
         ]
-        self._seen = to
+        self._checked_to = to
 
     def refuse_start(self, option: OffsetOption, offset: LogOffset) -> None:
         """Refuse an explicit start from before a table was captured, or complete."""
         if option in (EARLIEST, LATEST):
             return
         position = option if isinstance(option, Lsn) else self._index.end_of(offset.commit)
-        for start in self._found:
+        for start in self._starts:
             if position >= start.complete_from:
                 continue
             commit = self._commit_of(start)
@@ -94,7 +94,7 @@ class CoverageCheck:
                 )
 
     def _between(self, after: LogOffset, to: int) -> Iterator[tuple[int, CaptureStart]]:
-        for start in self._found:
+        for start in self._starts:
             commit = self._commit_of(start)
             if commit <= to and after < LogOffset(commit - 1, 1):
                 yield commit, start
@@ -123,7 +123,7 @@ def _missing(start: CaptureStart, commit: int) -> LogGap:
         table=start.table,
         commit=commit,
         complete_from=start.complete_from,
-        hint=ANEW_HINT.format(commit=start.complete_from),
+        hint=NEW_CHECKPOINT_HINT.format(commit=start.complete_from),
     )
 
 

@@ -54,9 +54,9 @@ _ENDPOINT_HINT = (
     "For example: https://minio.example:9000. Credentials come from the environment of driver and executors, or from "
     "the machines' role."
 )
-_OF_BOTH = ("url", "table", "maxPartitions")
-_OF_STREAMS = ("url", "maxRowsPerTrigger", "maxBytesPerTrigger", "consumer", "onSchemaChange")
-_OF_READS = (END_OPTION,)
+_SHARED_OPTIONS = ("url", "table", "maxPartitions")
+_STREAM_OPTIONS = ("url", "maxRowsPerTrigger", "maxBytesPerTrigger", "consumer", "onSchemaChange")
+_READ_OPTIONS = (END_OPTION,)
 
 
 class RowFormat(enum.Enum):
@@ -99,7 +99,7 @@ class LogOptions:
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> LogOptions:
         values = canonical_options(options, LOG_OPTIONS)
-        log = _log(values)
+        log = _log_location(values)
         store = {"endpoint": _endpoint(values, log), "region": _region(values, log)}
         table = parse_table_name("table", values["table"]) if "table" in values else None
         tables = parse_table_patterns("tables", values["tables"]) if "tables" in values else ()
@@ -113,7 +113,7 @@ class LogOptions:
             )
         consumer = values.get("consumer")
         if consumer is not None:
-            _refuse_no_name(log, consumer)
+            _refuse_bad_name(log, consumer)
         if "url" in values and log.startswith("memory://"):
             raise option_error(
                 "url",
@@ -127,8 +127,8 @@ class LogOptions:
             table=table,
             tables=tables,
             row_format=_row_format(values, one=table is not None),
-            start=_point(START_OPTION, values.get(START_OPTION, EARLIEST)),
-            end=_point(END_OPTION, values.get(END_OPTION, LATEST)),
+            start=_parse_offset(START_OPTION, values.get(START_OPTION, EARLIEST)),
+            end=_parse_offset(END_OPTION, values.get(END_OPTION, LATEST)),
             rows_max=_limit(parse_count, "maxRowsPerTrigger", values),
             bytes_max=_limit(parse_size, "maxBytesPerTrigger", values),
             with_envelope=_with_envelope(values),
@@ -145,11 +145,11 @@ class LogOptions:
 
     def refuse_for_read(self) -> None:
         """Refuse options that `spark.read` does not take."""
-        self._refuse(_OF_STREAMS, "is for streams", "Leave it out, or use `spark.readStream`.")
+        self._refuse(_STREAM_OPTIONS, "is for streams", "Leave it out, or use `spark.readStream`.")
 
     def refuse_for_stream(self) -> None:
         """Refuse options that `spark.readStream` does not take."""
-        self._refuse(_OF_READS, "is for reads", "A stream does not end: leave it out, or use `spark.read`.")
+        self._refuse(_READ_OPTIONS, "is for reads", "A stream does not end: leave it out, or use `spark.read`.")
 
     def _refuse(self, names: tuple[str, ...], why: str, hint: str) -> None:
         for name in names:
@@ -173,10 +173,10 @@ class LogOptions:
 
 def is_log_read(options: Mapping[str, str]) -> bool:
     """Return whether the options mean a change log, and not a table of a database."""
-    return any(name in options for name in LOG_OPTIONS if name not in _OF_BOTH)
+    return any(name in options for name in LOG_OPTIONS if name not in _SHARED_OPTIONS)
 
 
-def _refuse_no_name(log: str, consumer: str) -> None:
+def _refuse_bad_name(log: str, consumer: str) -> None:
     try:
         consumer_path(Path(log), consumer)
     except ConfigError as error:
@@ -187,17 +187,17 @@ def _limit(parse: Callable[[str, str], int], name: str, values: Mapping[str, str
     return parse(name, values[name]) if name in values else None
 
 
-def _log(values: Mapping[str, str]) -> str:
+def _log_location(values: Mapping[str, str]) -> str:
     """Return where the log is: at `log` or `load(…)`, which mean the same, else next to the query's checkpoint."""
     paths = {name: values.get(name, "").strip() for name in ("log", "path", "checkpointLocation")}
-    if paths["log"] and paths["path"] and _place(paths["log"]) != _place(paths["path"]):
+    if paths["log"] and paths["path"] and _normalised(paths["log"]) != _normalised(paths["path"]):
         raise option_error("log", "names another log than `load(…)` does", "Give one of them.")
     if not (paths["log"] or paths["path"] or paths["checkpointLocation"]):
-        raise option_error("log", "is missing", _without_log(values))
+        raise option_error("log", "is missing", _missing_log_hint(values))
     if paths["log"] or paths["path"]:
-        return _place(paths["log"] or paths["path"])
+        return _normalised(paths["log"] or paths["path"])
     try:
-        return _place(f"{paths['checkpointLocation'].rstrip('/')}/{LOG_OF_CHECKPOINT}")
+        return _normalised(f"{paths['checkpointLocation'].rstrip('/')}/{LOG_OF_CHECKPOINT}")
     except ConfigError:
         raise option_error(
             "checkpointLocation",
@@ -206,15 +206,15 @@ def _log(values: Mapping[str, str]) -> str:
         ) from None
 
 
-def _without_log(values: Mapping[str, str]) -> str:
+def _missing_log_hint(values: Mapping[str, str]) -> str:
     """Return the hint for a missing log. It is not known yet whether Spark reads or streams."""
     if "url" not in values:
         return LOG_HINT
-    log_options = " and ".join(f"`{name}`" for name in values if name not in _OF_BOTH)
+    log_options = " and ".join(f"`{name}`" for name in values if name not in _SHARED_OPTIONS)
     return f"{LOG_HINT} To read a database table, which has no log, give `url` and one `table`, and no {log_options}."
 
 
-def _place(text: str) -> str:
+def _normalised(text: str) -> str:
     """Return one spelling for one location.
 
     Tasks have other working folders than the driver. Spark writes folders as URLs too, and `s3://` as `s3a://`.
@@ -226,26 +226,26 @@ def _place(text: str) -> str:
 
 
 def _endpoint(values: Mapping[str, str], log: str) -> str | None:
-    text = _of_store("logEndpoint", values, log)
+    text = _store_option("logEndpoint", values, log)
     if text is not None and not ENDPOINT.fullmatch(text):
         raise option_error("logEndpoint", "is not the address of an S3 server and nothing else", _ENDPOINT_HINT)
     return text
 
 
 def _region(values: Mapping[str, str], log: str) -> str | None:
-    text = _of_store("logRegion", values, log)
+    text = _store_option("logRegion", values, log)
     if text is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text):
         raise option_error("logRegion", "is not the name of a region", "For example: eu-central-1")
     return text
 
 
-def _of_store(name: str, values: Mapping[str, str], log: str) -> str | None:
+def _store_option(name: str, values: Mapping[str, str], log: str) -> str | None:
     if name in values and "://" not in log:
         raise option_error(name, "is for a log in an object store, and this log is a folder", "Leave it out.")
     return values[name].strip() if name in values else None
 
 
-def _point(name: str, text: str) -> OffsetOption:
+def _parse_offset(name: str, text: str) -> OffsetOption:
     option = parse_offset_option(text)
     if option is None:
         raise option_error(name, "is not a position in a log", OFFSET_EXAMPLES)

@@ -21,7 +21,7 @@ from tailrace.errors import LogGap, LogTrimmed, SchemaChanged, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.spark.datasource.log.change_feed import find_unsupported, partial_rows_error
-from tailrace.spark.datasource.log.coverage_check import ANEW_HINT, CoverageCheck
+from tailrace.spark.datasource.log.coverage_check import NEW_CHECKPOINT_HINT, CoverageCheck
 from tailrace.spark.datasource.log.log_options import RowFormat
 from tailrace.spark.datasource.log.log_schema import LogFrame
 from tailrace.spark.datasource.log.table_renames import TableRenames
@@ -49,7 +49,7 @@ class LogPlanner:
         self._options = frame.options
         self.log = ChangeLog.open(frame.options.log_path)
         self._index = LogIndex(self.log)
-        self._scale = CommitSizer(self.log)
+        self._sizer = CommitSizer(self.log)
         self._coverage = CoverageCheck(frame.options, self.log, self._index)
         self._renames = TableRenames(frame.options, self.log, self._index)
         self._fitting: set[tuple[int, int]] = set()
@@ -139,7 +139,7 @@ class LogPlanner:
                     table=self.log.schemas.latest_of(number).schema.table,
                     after=after.commit,
                     gone_to=table.commit,
-                    hint=ANEW_HINT.format(commit="earliest")
+                    hint=NEW_CHECKPOINT_HINT.format(commit="earliest")
                     + " Give the stream a name with the option `consumer`: the log then keeps rows for it.",
                 )
 
@@ -229,7 +229,7 @@ class LogPlanner:
         """Return the furthest commit within the limits. At least one commit with rows is read."""
         rows_max, bytes_max = self._options.rows_max, self._options.bytes_max
         end, rows, size = after.commit, 0, 0.0
-        for weight in self._scale.measure(tables, after.commit + 1, to):
+        for weight in self._sizer.measure(tables, after.commit + 1, to):
             rows, size = rows + weight.rows, size + weight.bytes
             over = (rows_max is not None and rows > rows_max) or (bytes_max is not None and size > bytes_max)
             if over and end > after.commit:
@@ -261,4 +261,4 @@ class LogPlanner:
 
 
 def _missing(gap: LogGap, commit: int) -> LogGap:
-    return LogGap(gap.message, hint=ANEW_HINT.format(commit=commit + 1), **gap.fields)
+    return LogGap(gap.message, hint=NEW_CHECKPOINT_HINT.format(commit=commit + 1), **gap.fields)

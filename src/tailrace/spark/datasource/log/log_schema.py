@@ -62,11 +62,11 @@ def _versions(options: LogOptions) -> list[TableSchema]:
 
     For a table that never changed it is the schema that the capture has seen.
     """
-    versions = [] if options.url is not None and not _is_there(options.log_path) else _logged(options)
+    versions = [] if options.url is not None and not _has_log(options.log_path) else _logged_schemas(options)
     if options.url is not None:
-        versions.append(_described(options))
+        versions.append(_source_schema(options))
     if not versions:
-        log = _opened(options)
+        log = _open_log(options)
         assert options.table is not None, "one table is requested"
         unchanged = known_table(log.path, options.table)
         if unchanged is None:
@@ -75,7 +75,7 @@ def _versions(options: LogOptions) -> list[TableSchema]:
     return versions
 
 
-def _is_there(path: LogPath) -> bool:
+def _has_log(path: LogPath) -> bool:
     try:
         ChangeLog.open(path)
     except LogUnreachable:
@@ -85,14 +85,14 @@ def _is_there(path: LogPath) -> bool:
     return True
 
 
-def _opened(options: LogOptions) -> ChangeLog:
+def _open_log(options: LogOptions) -> ChangeLog:
     log = ChangeLog.open(options.log_path)
     log.schemas.load()
     return log
 
 
-def _logged(options: LogOptions) -> list[TableSchema]:
-    log = _opened(options)
+def _logged_schemas(options: LogOptions) -> list[TableSchema]:
+    log = _open_log(options)
     versions = [
         version
         for number in log.schemas.numbers_matching(options.matches)
@@ -102,13 +102,13 @@ def _logged(options: LogOptions) -> list[TableSchema]:
     return [version.schema for version in sorted(versions, key=lambda version: version.ordinal)]
 
 
-def _described(options: LogOptions) -> TableSchema:
+def _source_schema(options: LogOptions) -> TableSchema:
     assert options.table is not None, "called only then"
-    (schema,) = _at_source(options, [options.table])
+    (schema,) = _source_schemas(options, [options.table])
     return schema
 
 
-def _at_source(options: LogOptions, tables: Iterable[TableId]) -> list[TableSchema]:
+def _source_schemas(options: LogOptions, tables: Iterable[TableId]) -> list[TableSchema]:
     """Return the schemas of tables, as the source has them."""
     from tailrace.capture.postgres.catalogue import Catalogue  # tasks have no use for what it imports
     from tailrace.capture.postgres.connect import connect
@@ -130,20 +130,20 @@ def _at_source(options: LogOptions, tables: Iterable[TableId]) -> list[TableSche
 
 def _refuse_unknown(options: LogOptions) -> None:
     """Refuse a literal name that is not a table of the log."""
-    log = _opened(options)
-    for table in _named(options):
+    log = _open_log(options)
+    for table in _named_tables(options):
         if not log.schemas.numbers_named(table) and table not in {schema.table for schema in known_tables(log.path)}:
             raise _unknown(log, table)
 
 
 def _refuse_missing(options: LogOptions) -> None:
     """Refuse a literal name that neither the log nor the source has, where the stream itself captures."""
-    log = _opened(options) if _is_there(options.log_path) else None
-    if new := [table for table in _named(options) if log is None or not log.schemas.numbers_named(table)]:
-        _at_source(options, new)
+    log = _open_log(options) if _has_log(options.log_path) else None
+    if new := [table for table in _named_tables(options) if log is None or not log.schemas.numbers_named(table)]:
+        _source_schemas(options, new)
 
 
-def _named(options: LogOptions) -> list[TableId]:
+def _named_tables(options: LogOptions) -> list[TableId]:
     if options.table is not None:
         return [options.table]
     return [pattern.table for pattern in options.tables if pattern.table is not None]

@@ -75,7 +75,7 @@ class LogStream(DataSourceStreamReader):
         self._capture = capture
         self._planner: LogPlanner | None = None
         self._consumer: Consumer | None = None
-        self._said_at = 0.0
+        self._stored_at = 0.0
         self._idle_since: tuple[Offset, float] | None = None
         """The offset after which the last look found nothing, and since when."""
         self._target: int | None = None
@@ -96,7 +96,7 @@ class LogStream(DataSourceStreamReader):
         """Return how far to read from an offset before which everything is done; the offset itself if there is
         nothing."""
         self._wait_if_idle(start)
-        offset = self._place(start)
+        offset = self._log_offset(start)
         planner = self._opened()
         if self._capture is not None:
             self._capture.check()
@@ -123,7 +123,7 @@ class LogStream(DataSourceStreamReader):
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         with without_traceback:
-            begin, upto = self._place(start), self._place(end)
+            begin, upto = self._log_offset(start), self._log_offset(end)
             return (
                 [InputPartition(part) for part in self._opened().plan_parts(begin, upto.commit)] if begin < upto else []
             )
@@ -156,9 +156,9 @@ class LogStream(DataSourceStreamReader):
         moved = (consumer.commit, consumer.seq) != reached
         if is_new or (moved and (at_once or self._target is not None)):
             consumer.jump_to(*reached)  # a query that ends on its own may be gone before the next second
-        elif moved or time.monotonic() > self._said_at + HEARTBEAT_SECONDS:
+        elif moved or time.monotonic() > self._stored_at + HEARTBEAT_SECONDS:
             consumer.advance_to(*reached)
-            self._said_at = time.monotonic()
+            self._stored_at = time.monotonic()
 
     def _stored_consumer(self, offset: LogOffset) -> Consumer | None:
         """Return the stream's consumer, stored at this offset if it is new; None for a stream without a name."""
@@ -181,7 +181,7 @@ class LogStream(DataSourceStreamReader):
         mapping: Offset = {"log": self._opened().log.log_id, "commit": offset.commit}
         return mapping | {"seq": offset.seq} if offset.seq else mapping
 
-    def _place(self, offset: Offset) -> LogOffset:
+    def _log_offset(self, offset: Offset) -> LogOffset:
         if self._planner is None and self._capture is not None:
             self._refuse_foreign(offset, _id_of(self._frame.options.log_path))
         log = self._opened().log

@@ -19,12 +19,12 @@ from tailrace.spark.datasource.option_values import without_traceback
 class Spark41StreamReader(LogStream):
     """The stream for a Spark without admission control."""
 
-    _at: Offset | None = None
+    _last_offset: Offset | None = None
     _caught_up = False
 
     def initialOffset(self) -> Offset:
-        self._at = super().initialOffset()
-        return self._at
+        self._last_offset = super().initialOffset()
+        return self._last_offset
 
     def latestOffset(self) -> Offset:  # type: ignore[override] # as Spark 4.1 has it
         with without_traceback:
@@ -36,14 +36,14 @@ class Spark41StreamReader(LogStream):
             # The first micro-batch has all there was when the query began: it may be the only one.
             self._capture.catch_up()
             self._caught_up = True
-        if self._at is not None:
-            return self._latest(self._at, limited=False)
+        if self._last_offset is not None:
+            return self._latest(self._last_offset, limited=False)
         # Spark says with the first micro-batch what is done; there may be no such batch.
         self._stored_consumer(LogOffset(0))
         return self._offset(LogOffset(planner.newest_matching()))
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         with without_traceback:
-            self._acknowledge(self._place(start), at_once=True)
-            self._at = max(start, end, key=self._place)
+            self._acknowledge(self._log_offset(start), at_once=True)
+            self._last_offset = max(start, end, key=self._log_offset)
         return super().partitions(start, end)

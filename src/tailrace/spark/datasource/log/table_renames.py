@@ -17,7 +17,7 @@ from tailrace.changelog.read.offsets import LogOffset
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogGap
 from tailrace.model.schema import TableId
-from tailrace.spark.datasource.log.coverage_check import ANEW_HINT
+from tailrace.spark.datasource.log.coverage_check import NEW_CHECKPOINT_HINT
 from tailrace.spark.datasource.log.log_options import LogOptions
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class TableRenames:
         self._options = options
         self._log = log
         self._index = index
-        self._taken: dict[tuple[int, int], bool] = {}
+        self._included: dict[tuple[int, int], bool] = {}
         self._renamed: frozenset[int] = frozenset()
         """Tables that had both a requested name and one that is not requested."""
         self._warned: set[tuple[int, int]] = set()
@@ -42,9 +42,9 @@ class TableRenames:
     def includes(self, item: Slice) -> bool:
         """Return whether rows were written under a requested name."""
         version_id = item.table, item.schema
-        if version_id not in self._taken:
-            self._taken[version_id] = self._options.matches(self._name(item))
-        return self._taken[version_id]
+        if version_id not in self._included:
+            self._included[version_id] = self._options.matches(self._name(item))
+        return self._included[version_id]
 
     def first_gap(self, after: LogOffset, to: int) -> tuple[int, LogGap] | None:
         """Return the first commit after an offset, and up to a commit, where a name moved to another table, with the
@@ -55,7 +55,7 @@ class TableRenames:
         gaps = []
         for before, item in self._changes(after, to):
             if self.includes(item) and self._options.names_explicitly(self._name(item)) and self._name_was_reused(item):
-                gaps.append((item.first, self._another(before, item)))
+                gaps.append((item.first, self._reused_name_error(before, item)))
             else:
                 self._warn(before, item)
         return min(gaps, key=lambda gap: gap[0], default=None)
@@ -77,13 +77,13 @@ class TableRenames:
             for other in others
         )
 
-    def _another(self, before: Slice, item: Slice) -> LogGap:
+    def _reused_name_error(self, before: Slice, item: Slice) -> LogGap:
         return LogGap(
             "another table has this name now, and its rows under the former name are not among these rows",
             table=self._name(item),
             formerly=self._name(before),
             commit=item.first,
-            hint=ANEW_HINT.format(commit=item.first + 1),
+            hint=NEW_CHECKPOINT_HINT.format(commit=item.first + 1),
         )
 
     def _warn(self, before: Slice, item: Slice) -> None:

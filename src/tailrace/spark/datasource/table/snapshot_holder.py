@@ -73,7 +73,7 @@ def hold_snapshot(url: str, *, seconds_max: float, idle_seconds: float) -> Snaps
         process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.close()
     with process.stdout:
-        answer = _line(process.stdout.fileno(), time.monotonic() + START_SECONDS_MAX)
+        answer = _read_line(process.stdout.fileno(), time.monotonic() + START_SECONDS_MAX)
     if not answer:
         process.kill()
         raise SnapshotGone(
@@ -88,12 +88,12 @@ def hold_snapshot(url: str, *, seconds_max: float, idle_seconds: float) -> Snaps
 
 def begin_reading(connection: psycopg.Connection, number: str) -> None:
     """Name a session as one that reads in the snapshot with this number."""
-    connection.execute(_NAME_SESSION, (_tag("read", number),), prepare=False)
+    connection.execute(_NAME_SESSION, (_session_name("read", number),), prepare=False)
 
 
 def end_reading(connection: psycopg.Connection, number: str) -> None:
     """Wait until the holder has seen this reader, before a very short read is over."""
-    free, used = _tag("hold", number), _tag("hold", number) + _IN_USE
+    free, used = _session_name("hold", number), _session_name("hold", number) + _IN_USE
     deadline = time.monotonic() + SEEN_SECONDS_MAX
     while time.monotonic() < deadline:
         connection.execute(_LOOK_AGAIN, prepare=False)
@@ -103,12 +103,12 @@ def end_reading(connection: psycopg.Connection, number: str) -> None:
         time.sleep(_LOOK_FIRST_SECONDS / 5)
 
 
-def _tag(what: str, number: str) -> str:
+def _session_name(what: str, number: str) -> str:
     """Return the name of a session at the server. The holder's command line has the same number."""
     return f"tailrace {what} {number}"
 
 
-def _line(file: int, deadline: float) -> bytes:
+def _read_line(file: int, deadline: float) -> bytes:
     """Return one line; nothing if the input ends before, or it is not there in time."""
     line = b""
     while not line.endswith(b"\n"):
@@ -125,7 +125,7 @@ def main() -> int:
     number, request = sys.argv[1], json.loads(sys.stdin.buffer.readline())
     try:
         with connect(request["url"]) as connection:
-            name = _export(connection, _tag("hold", number))
+            name = _export(connection, _session_name("hold", number))
             _reply({"snapshot": name})
             _hold(connection, _WatchedProcess(request["watched"]), number, request)
     except TailraceError as error:
@@ -161,10 +161,10 @@ def _hold(connection: psycopg.Connection, watched: _WatchedProcess, number: str,
             return
         try:
             connection.execute(_LOOK_AGAIN)
-            row = connection.execute(_READERS, (_tag("read", number),)).fetchone()
+            row = connection.execute(_READERS, (_session_name("read", number),)).fetchone()
             has_readers = row is not None and row[0] > 0
             if has_readers and not seen:
-                connection.execute(_NAME_SESSION, (_tag("hold", number) + _IN_USE,))
+                connection.execute(_NAME_SESSION, (_session_name("hold", number) + _IN_USE,))
         except psycopg.Error:
             return  # the session is gone, and the snapshot with it
         if has_readers:
