@@ -30,7 +30,7 @@ SPLIT = (
 
 def looked(applying: Local) -> None:
     """Wait until the catalogue has been compared, and what came of it is done."""
-    shapes = applying.load_scheduler._shapes
+    shapes = applying.load_scheduler._schema_watch
     for _ in range(2):  # one look may be under way
         before = shapes._due
         assert eventually(lambda: shapes._due > before), "it looks"  # noqa: B023
@@ -39,9 +39,9 @@ def looked(applying: Local) -> None:
 
 def look_no_more(applying: Local) -> None:
     """Have the look that comes be the last; the scene puts that back."""
-    looked_last = applying.load_scheduler._shapes._due
+    looked_last = applying.load_scheduler._schema_watch._due
     schema_watch.LOOK_SECONDS = 3600  # only now: a look that came before would be taken for the last one
-    assert eventually(lambda: applying.load_scheduler._shapes._due > looked_last + 3000)
+    assert eventually(lambda: applying.load_scheduler._schema_watch._due > looked_last + 3000)
 
 
 def all_equal(scene: Scene, applying: Local) -> None:
@@ -300,7 +300,7 @@ def test_a_table_that_is_made_again_while_its_load_is_planned_waits_until_it_is_
         scene.stop_capture()
         with monkeypatch.context() as patch:
             patch.setattr(
-                applying.load_scheduler._begins, "_published_only", lambda waiting: waiting
+                applying.load_scheduler._starter, "_published_only", lambda waiting: waiting
             )  # it was, when that was looked at
             execute(database, "DROP TABLE t", *PLAIN, "INSERT INTO t VALUES (5, 5)")
             assert scene.pipeline.ask("snapshot", "public.t").returncode == 0
@@ -382,7 +382,7 @@ def test_what_was_written_while_a_table_had_no_identity_is_read_again(database: 
         execute(database, "ALTER TABLE t ADD PRIMARY KEY (id)")
         assert eventually(lambda: published(settings.publication))
         schema_watch.LOOK_SECONDS = 0.3
-        applying.load_scheduler._shapes._due = 0.0
+        applying.load_scheduler._schema_watch._due = 0.0
         assert eventually(lambda: len(applying.chunks) > 1), "it is loaded anew"
         all_equal(scene, applying)
 
@@ -435,7 +435,7 @@ def test_a_table_that_a_micro_batch_has_left_is_swept_up(
         table = life(applying, "t")
         applying.advance_skipped()
         assert applying.registry.pending(table, applying.registry.index.last_commit), "nobody was asked to come so far"
-        applying._called_for = applying.registry.index.last_commit
+        applying._target_commit = applying.registry.index.last_commit
         applying.advance_skipped()
         assert not applying.registry.pending(table, applying.registry.index.last_commit)
         scene.assert_equal(applying, "t")

@@ -136,7 +136,7 @@ def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) 
     assert told[3].startswith("public.z z: version "), "a name is one line"
     for wrong, said in (
         (("--time", "yesterday"), "this is no time"),
-        (("--time", "1999-01-01"), "the first point that is known"),
+        (("--time", "1999-01-01"), "the first consistent point is later"),
         (("--position", "here"), "not a log sequence number"),
         (("--position", "0/1", "--time", "2999-01-01"), "one of the two"),
     ):

@@ -231,7 +231,7 @@ def test_a_load_is_paused_and_resumed_and_stopped(filled: str, tmp_path: Path) -
 
     def hold(how: LoadHold) -> None:
         seeds.set_hold(things, how)
-        assert eventually(lambda: things in applying.load_scheduler._under_way.holds), "it is obeyed"
+        assert eventually(lambda: things in applying.load_scheduler._running_loads.holds), "it is obeyed"
 
     with Scene(tmp_path, filled) as scene:
         with scene.loader(before=once(lambda: hold(LoadHold.PAUSED), at=4)) as applying:

@@ -70,7 +70,7 @@ class Local(Applier):
     def _apply(self) -> None:
         while not self._stopping.wait(0.1):
             if not self.by_hand:
-                self._advance(self._loaded(), self.registry.refresh_index())
+                self._advance(self._applying_tables(), self.registry.refresh_index())
 
     def _run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
         if self._settings.tables.engine == "spark" and (engine := spark_engine()).handles(task):

@@ -94,10 +94,10 @@ def apply_with_dead_letters(table: RepairableTable, step: ApplyStep, changes: pa
         except REJECTABLE_ERRORS:
             if not step.dead_letters_enabled:
                 raise
-    write = table.applied_position()
-    if write is not None and write.seq >= step.position_after.seq:
-        return ApplyStepResult(applied=WriteResult(committed=False, applied_position=write))
-    if write != step.expected:
+    current = table.applied_position()
+    if current is not None and current.seq >= step.position_after.seq:
+        return ApplyStepResult(applied=WriteResult(committed=False, applied_position=current))
+    if current != step.expected:
         return ApplyStepResult(applied=_apply(table, step, changes.slice(0, 0)))  # raises: the table is elsewhere
     store.recover(step.expected.load, table.replay_id())
     store.discard_after(step.expected.seq)
@@ -119,14 +119,14 @@ def store_dead_letters(step: ApplyStep, split: SplitResult, store: DeadLetterSto
             split.dead_letters,
             split.causes,
             split.cleared.tolist(),
-            passed=split.superseded.tolist(),
+            superseded=split.superseded.tolist(),
         )
         failpoints.hit("letters.written")
 
 
 def _apply(table: RepairableTable, step: ApplyStep, changes: pa.Table) -> WriteResult:
-    folded = fold_by_mode(step.spec, step.schema, changes, rereads=step.may_refetch)
-    return table.apply(step.schema, folded, step.expected, step.position_after, touch=True, reread=step.refetch)
+    folded = fold_by_mode(step.spec, step.schema, changes, can_refetch=step.may_refetch)
+    return table.apply(step.schema, folded, step.expected, step.position_after, touch=True, refetch=step.refetch)
 
 
 def split_by_mode(key_exists: KeyExists, step: ApplyStep, changes: pa.Table, store: DeadLetterStore) -> SplitResult:
@@ -148,7 +148,7 @@ def split_by_mode(key_exists: KeyExists, step: ApplyStep, changes: pa.Table, sto
         return _split_history(schema, changes, dead, key_exists, partition_by)
     split = split_rejects_between_truncates if spec.soft_delete else split_rejects
     exists_or_refetched = key_exists if step.refetch is None else assume_all_exist  # missing rows are refetched
-    return split(schema, changes, dead, exists_or_refetched, partition_by, rereads=step.may_refetch)
+    return split(schema, changes, dead, exists_or_refetched, partition_by, can_refetch=step.may_refetch)
 
 
 def value_from_text(column: Column, text: str) -> pa.Scalar | None:

@@ -302,7 +302,7 @@ def _fold_changes(work: ApplyWork, changes: pa.Table, scratch: Path, name: str, 
         changes, task_rejects = split_rejects_to_file(work, changes, scratch / f"{name}-rejects.arrow")
         rejects = () if task_rejects is None else (task_rejects,)
     spec = work.location.spec
-    folded = fold_by_mode(spec, work.schema, changes, rereads=work.may_refetch)
+    folded = fold_by_mode(spec, work.schema, changes, can_refetch=work.may_refetch)
     folded_files = write_folded(scratch / f"{name}.parquet", spec.stored_schema(work.schema), folded, spec.partition_by)
     return replace(folded_files, rejects=rejects)
 

@@ -291,7 +291,7 @@ def _record_results(
     if replayable.newest_seqs:
         cleared = replayable.newest_seqs if keeps_versions else [*replayable.newest_seqs, *replayable.earlier_seqs]
         passed = replayable.earlier_seqs if keeps_versions else []
-        store.write(work.schema, seq, empty, [], cleared, passed=passed, there=True, version=version)
+        store.write(work.schema, seq, empty, [], cleared, superseded=passed, already_applied=True, version=version)
     for bundle in store.read_open(seq, only=set(map(int, causes))):
         stored = [causes[str(number)] for number in bundle.seqs]
         errors = [

@@ -81,7 +81,7 @@ def replay_changes(work: ReplayChangesWork) -> Outcome:
         intent, folded = _record_intent(work)
         if intent.replay_id is not None:
             write = work.location.open().append_rows(
-                work.schema, folded, work.expected, after=intent.previous_replay_id, late=intent.replay_id
+                work.schema, folded, work.expected, previous_replay_id=intent.previous_replay_id, replay_id=intent.replay_id
             )
             version = write.version
         still_open = confirm_replay(work, intent, version)
@@ -146,7 +146,7 @@ def _record_intent(work: ReplayChangesWork) -> tuple[ReplayIntent, FoldedChanges
     if not seqs:
         return ReplayIntent(replay_id=None, previous_replay_id=previous_replay_id), folded
     replay_id, empty = uuid.uuid4().hex, work.schema.change_schema().empty_table()
-    store.write(work.schema, seq, empty, [], seqs, there=True, late=replay_id)
+    store.write(work.schema, seq, empty, [], seqs, already_applied=True, replay_id=replay_id)
     failpoints.hit("letters.promised")
     return ReplayIntent(replay_id=replay_id, previous_replay_id=previous_replay_id, dead_letters=len(seqs)), folded
 
@@ -161,7 +161,7 @@ def _try_replay(work: ReplayChangesWork, bundle: DeadLetterBatch, lake_columns: 
             schema,
             bundle.changes,
             value_from_text,
-            kept=_retained_columns(work, bundle.schema, lake_columns),
+            lake_only_columns=_retained_columns(work, bundle.schema, lake_columns),
         )
     elif (images := convert_rows_at_rest(bundle.schema, schema, bundle.changes, value_from_text)) is not None:
         converted = ConversionResult(changes=images, blocked={})

@@ -112,7 +112,7 @@ class _DeltaRebuildSession(DeltaTableRebuild):
         folded = fold_by_mode(work.location.spec, work.schema, changes)
         refetch = (lambda _: refuse_refetch(work.table)) if mixed else None
         applied = self.location.open().apply(
-            work.schema, folded, work.expected, position_after, touch=True, reread=refetch
+            work.schema, folded, work.expected, position_after, touch=True, refetch=refetch
         )
         return ApplyRangeResult(applied_position=applied.applied_position, changes=changes.num_rows)
 

@@ -335,7 +335,7 @@ def test_where_the_disk_knows_no_links_nothing_is_copied_unasked(
     monkeypatch.setattr(os, "link", no_links)
     with caplog.at_level(logging.WARNING, "tailrace.pipeline.loads.kept_loads"):
         quiet.keep("first")
-    assert (seeds(quiet), [record.message for record in caplog.records]) == ([], ["no seed kept"])
+    assert (seeds(quiet), [record.message for record in caplog.records]) == ([], ["load not kept for rebuilds"])
     quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, keep_seed: copy"))
     quiet.keep("first")
     (seed,) = seeds(quiet)
@@ -371,7 +371,7 @@ def test_a_seed_that_cannot_be_kept_for_any_reason_stops_nothing(
     monkeypatch.setattr(os, "link", damaged)
     with caplog.at_level(logging.WARNING, "tailrace.pipeline.loads.kept_loads"):
         quiet.keep("first")
-    assert (seeds(quiet), [record.message for record in caplog.records]) == ([], ["no seed kept"])
+    assert (seeds(quiet), [record.message for record in caplog.records]) == ([], ["load not kept for rebuilds"])
 
 
 def test_what_is_known_of_a_kept_load_is_not_forgotten(quiet: Quiet) -> None:

@@ -23,7 +23,7 @@ A, B, DOTTED = TableId("public", "a"), TableId("public", "b"), TableId("my.schem
 
 
 NAMES = {"a": A, "b": B, "dotted": DOTTED}
-BUSY, FAILED = Absence(state="live", why="it was being worked on"), Absence(state="failed", why="value-unfit")
+BUSY, FAILED = Absence(state="live", why="it was busy"), Absence(state="failed", why="value-unfit")
 
 
 def point(number: int, missing: dict[str, Absence] | None = None, **versions: int) -> ConsistentPoint:
@@ -131,9 +131,9 @@ def test_our_own_clock_counts_only_where_nothing_of_the_sources_is_known(tmp_pat
 
 
 def test_what_is_too_early_or_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no point across the tables has been noted yet"):
+    with pytest.raises(ConfigError, match="the log has no consistent point yet"):
         Ledger(tmp_path).at()
-    with pytest.raises(ConfigError, match="the first point that is known is later") as refused:
+    with pytest.raises(ConfigError, match="the first consistent point is later") as refused:
         noted(tmp_path, POINTS).at(position=Lsn(9))
     assert "1970-01-01T00:00:01" in refused.value.headline
 

@@ -96,11 +96,11 @@ def fail(life: ManagedTable) -> None:
 @pytest.mark.parametrize(
     ("become", "state", "why"),
     [
-        (lambda life: life.lock.acquire(), "live", "it was being worked on"),
+        (lambda life: life.lock.acquire(), "live", "it was busy"),
         (lambda life: stand(life, ZERO, 0), "live", "it was behind the others"),
         (lambda life: stand(life, Lsn(1 << 60), 99), "live", "it was ahead of the others"),
-        (lambda life: setattr(life, "catch_up_load", "a-load"), "live", "it was just loaded, and not all"),
-        (lambda life: setattr(life, "apply_suspended", True), "live", "it waits for a load"),
+        (lambda life: setattr(life, "catch_up_load", "a-load"), "live", "it was just loaded, and its catch-up"),
+        (lambda life: setattr(life, "apply_suspended", True), "live", "it waits for its running load"),
         (lambda life: setattr(life, "lake_version", None), "live", "its folder is gone"),
         (lambda life: setattr(life, "applied_position", None), "live", "it is not loaded yet"),
         (lambda life: setattr(life, "state", TableState.SEEDING), "seeding", "it is being loaded"),

@@ -81,5 +81,5 @@ def test_a_time_and_a_position_of_python_s_own_are_taken(quiet: Quiet) -> None:
     assert find_point(quiet.settings, time=there.time, position=None) == there
     assert find_point(quiet.settings, time=there.time.replace(tzinfo=None)) == there, "without a zone it is UTC"
     assert find_point(quiet.settings, position=there.position) == there
-    with pytest.raises(ConfigError, match="the first point that is known is later"):
+    with pytest.raises(ConfigError, match="the first consistent point is later"):
         find_point(quiet.settings, time=there.time - timedelta(seconds=1))

@@ -99,10 +99,10 @@ def test_a_table_that_waits_for_the_source_is_left_to_the_sweep(
     monkeypatch.setattr(applying_module, "SOURCE_SECONDS", 0.01)
     with process(lacking(tmp_path)) as applying:
         life = applying.registry.add(THINGS, mode="schema_only")
-        applying._come_to(applying.registry.refresh_index())
+        applying._bring_tables_to(applying.registry.refresh_index())
         assert applying.runs == 1
         time.sleep(0.02)
-        applying._come_to(applying.registry.refresh_index())
+        applying._bring_tables_to(applying.registry.refresh_index())
         assert applying.runs == 1, "no micro-batch waits for the source again"
         applying.advance_skipped()
         assert applying.runs == 2
@@ -175,7 +175,7 @@ def test_what_is_known_of_a_load_lasts_as_long_as_its_table(tmp_path: Path, caps
     record = quiet.settings.log.path / "seed" / "landed" / "first.json"
     os.utime(str(record), (time.time() - REMEMBERED_SECONDS - 60,) * 2)
     keeping = quiet.seed_keeping()
-    keeping._lives.add(THINGS)
+    keeping._registry.add(THINGS)
     LoadStore(quiet.settings.log.path).remove_leftovers(keeping.loads_in_use)
     code, _ = rebuild(quiet, capsys)
     assert code == ExitCode.OK
@@ -185,7 +185,7 @@ def test_nothing_is_forgotten_while_a_table_does_not_say_where_it_stands(tmp_pat
     quiet = loaded(tmp_path)
     keeping = quiet.seed_keeping()
     assert keeping.loads_in_use == set()
-    life = keeping._lives.add(TableId("public", "others"))
+    life = keeping._registry.add(TableId("public", "others"))
     assert keeping.loads_in_use == set(), "one that is not there comes from none"
     life.fail(BaseRowMissing("it cannot be read", hint="Mend it."))
     assert keeping.loads_in_use is None
@@ -211,7 +211,7 @@ def test_a_log_that_grows_meanwhile_does_not_make_a_table_whole(
         return found
 
     monkeypatch.setattr(lives, "pending", grown)
-    assert not lives._replayed(life)
+    assert not lives._has_caught_up(life)
 
 
 def test_a_part_that_is_loaded_leaves_rows_as_new_as_they_were(tmp_path: Path) -> None:
