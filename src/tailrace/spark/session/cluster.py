@@ -35,7 +35,10 @@ def placed_settings(master: str) -> dict[str, str]:
 
 
 def place_environment(master: str, scratch: Path, settings: Mapping[str, str]) -> None:
-    """Set which Python runs tasks, and where this machine listens, in the environment, where Spark looks for it."""
+    """Set the environment variables for the tasks' Python and this machine's address.
+
+    Spark reads both from the environment.
+    """
     if _is_this_machine(master):
         os.environ.setdefault("SPARK_LOCAL_IP", _LOOPBACK)
     if is_cluster(master):

@@ -1,7 +1,7 @@
 """Spark's connectors for Delta and Iceberg: where their jars come from, and the settings of a session with one.
 
-The jars come by Maven coordinates, as Spark users know them. A connector named in `spark.settings`, or whose jars are
-in place, is kept.
+The jars are fetched by Maven coordinates, as Spark users know them. A connector named in `spark.settings`, or whose
+jars are there, is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ICEBERG_EXTENSION = "org.apache.iceberg.spark.extensions.IcebergSparkSessionExt
 _DRIVERS = {"postgresql": "org.postgresql:postgresql:42.7.14", "sqlite": "org.xerial:sqlite-jdbc:3.54.1.0"}
 """Drivers for a JDBC catalog, by what follows `jdbc:` in its URL."""
 _REDACTION, _SECRET_OPTIONS = "spark.sql.redaction.options.regex", "(?i)url|uri|credential|header"
-"""Settings of a catalog that Spark hides, besides those it hides without being asked."""
+"""Settings of a catalog that Spark hides, in addition to those it hides by default."""
 _DEFAULTS = {
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
     # Tasks that process a table's list of files. The default, 50, costs seconds for each commit on one machine.

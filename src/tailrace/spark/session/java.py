@@ -36,7 +36,10 @@ def find_java() -> Path:
 
 
 def archive_path(home: Path) -> Path:
-    """Return the path of the archive of Spark's classes, which may not exist, for this Java and this Spark."""
+    """Return the path of Spark's class archive for this Java and this Spark.
+
+    The archive may not exist.
+    """
     spark = Path(_find_spark_home())
     releases = [folder / "release" for folder in (home, _bundled_home()) if folder is not None]
     facts = (

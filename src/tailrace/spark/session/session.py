@@ -49,7 +49,7 @@ _JAVA_OPTIONS = (
 
 
 class Jvm:
-    """Spark's Java process and the session in it. What it prints goes to a file.
+    """Spark's Java process and the session in it. It prints to a file.
 
     Starting takes seconds, so one thread may start it and another may end it.
     """
@@ -114,7 +114,7 @@ class Jvm:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended."""
+        """True once the process has ended."""
         return self._gateway.proc is not None and self._gateway.proc.poll() is not None
 
     def kill(self) -> None:
@@ -145,4 +145,4 @@ def _archive_options(path: Path) -> tuple[str, ...]:
 
 
 def _ignore(*_: object) -> None:
-    """Print nothing, in place of a traceback without meaning."""
+    """Print nothing, instead of a meaningless traceback."""

@@ -1,9 +1,10 @@
-"""Wake the work with a stream of commit numbers, which say how far the log has grown and carry no data.
+"""Wake the work with a stream of commit numbers.
 
-Spark reads the stream from a socket of ours, with a source of its own that needs no Python. A source in Python would
-need three processes, a second of each start, and memory. Spark calls the socket source unfit for production, because
-lost lines cannot be read again. Here each table has its own applied position. So after a lost line the next line wakes
-the work, or the next sweep. A micro-batch covers a bounded number of rows, and the next number is sent when it is done.
+They say how far the log has grown, and carry no data. Spark reads the stream from a socket of ours, with a source of
+its own that needs no Python. A source in Python would need three processes, a second of each start, and memory. Spark
+calls the socket source unfit for production, because lost lines cannot be read again. Here each table has its own
+applied position. So after a lost line the next line wakes the work, or the next sweep. A micro-batch covers a bounded
+number of rows, and the next number is sent when it is done.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class WakeSource:
         return lines.writeStream.foreachBatch(on_batch).option("checkpointLocation", address).start()
 
     def announced_commit(self) -> int | None:
-        """Return the commit to go to at least, without a Spark job that reads it; None if nothing was announced.
+        """Return the commit to go to at least; None if nothing was announced.
 
-        A query begins with a micro-batch that announces nothing.
+        This needs no Spark job that reads the number. A query begins with a micro-batch that announces nothing.
         """
         return self._announced if self._announced > self._answered else None
 
@@ -58,7 +59,7 @@ class WakeSource:
         return self._answered
 
     def acknowledge(self, end: int) -> None:
-        """Record that the work up to a commit is done, so that the next number may be sent."""
+        """Record that the work up to a commit is done. The next number may then be sent."""
         self._answered = max(self._answered, end)
         self._free.set()
 

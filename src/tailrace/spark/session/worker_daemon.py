@@ -1,4 +1,4 @@
-"""Run PySpark's worker daemon in our process group, so that it never outlives the process that started it.
+"""Run PySpark's worker daemon in our process group. It never outlives its starter.
 
 PySpark puts its daemon into a process group of its own and ends its workers by a signal to that group. Ours stay in the
 pipeline's group, so that one kill reaches everything, and the kernel ends a worker whose daemon is gone. `cluster.py`

@@ -227,9 +227,9 @@ _OVERTAKEN = re.compile(rf"{_CODE}|Concurrent\w*Exception|DELTA_CONCURRENT|commi
 
 
 def version_guard(session: SparkSession, fields: StructType, folder: Path, version: int) -> DataFrame:
-    """Return a frame without rows, to be written with others, that fails if there is a newer version.
+    """Return a frame without rows that fails if there is a newer version.
 
-    It has these fields.
+    It has these fields, to be written with other rows.
     """
     check = f.udf(_check(folder, version), "boolean", useArrow=False).asNondeterministic()
     nulls = [f.lit(None).cast(field.dataType).alias(field.name) for field in fields]

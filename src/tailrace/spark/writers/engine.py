@@ -1,8 +1,8 @@
-"""Work on lake tables that a Spark connector writes, driven from here, one job after the other for each table.
+"""Drive the work on lake tables that a Spark connector writes.
 
-The work and its outcome are those of `tasks`; only its executor differs. There one task does all of a table's work.
-Here the driver has Spark do it, with tables side by side in threads, each with a session of its own. Rows are read,
-folded and merged in tasks all the same, and only counts come back.
+Each table has one job after the other. The work and its outcome are those of `tasks`; only its executor differs. There
+one task does all of a table's work. Here the driver has Spark do it, with tables side by side in threads, each with a
+session of its own. Rows are read, folded and merged in tasks all the same, and only counts come back.
 """
 
 from __future__ import annotations
@@ -215,8 +215,7 @@ class SparkEngine:
         return _timed(work.schema.table, partial(self._run_replay_rows, work))
 
     def _run_replay_rows(self, work: ReplayRowsWork) -> Outcome:
-        """Commit the rows that may be written, then record the outcome of the dead letters, as in
-        `tasks/keyed_replay.py`."""
+        """Commit the rows that may be written, then record the replay's outcome, as in `tasks/keyed_replay.py`."""
         table, version = self._table(work.location), None
         with table.scratch() as scratch:
             (staged,) = self._in_tasks(
@@ -233,7 +232,7 @@ class SparkEngine:
         return _timed(work.schema.table, partial(self._run_replay_changes, work))
 
     def _run_replay_changes(self, work: ReplayChangesWork) -> Outcome:
-        """Commit the stored changes, then record the outcome of the dead letters, as in `tasks/keyless_replay.py`."""
+        """Commit the stored changes, then record the replay's outcome, as in `tasks/keyless_replay.py`."""
         table, version = self._table(work.location), None
         with table.scratch() as scratch:
             (staged,) = self._in_tasks(

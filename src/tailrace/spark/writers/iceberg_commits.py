@@ -2,8 +2,8 @@
 
 Iceberg's own operations start from the newest metadata, and try again on it when someone else was first. Most writers
 want that, and we do not. So an operation is only used to compute what the table would be. The table's catalog then
-commits this as the successor of the metadata that we know, and of nothing else. It refuses if there is other metadata
-by now: by a file's number, by a row in a database, or by what the server knows of the branch.
+commits this as the successor of the metadata that we know, and of nothing else. It refuses if the metadata has changed
+since: by a file's number, by a row in a database, or by what the server knows of the branch.
 
 A load may change the table's partitions. Snapshots that cannot be read any more are removed in the same commit
 (`iceberg/schema_mapping.py`, `plan_partition_change`). Their files stay, for readers that still use them.
@@ -115,7 +115,7 @@ class IcebergCommits:
         properties: Mapping[str, str],
         summary: Mapping[str, str],
     ) -> int:
-        """Create the table with these files if there is none; return the number of its first snapshot."""
+        """Create the table with these files unless it exists; return the number of its first snapshot."""
         catalog, identifier = self._catalog_with_namespace(), self._identifier()
         schema = self._schema(fields)
         builder = catalog.buildTable(identifier, schema)
@@ -232,7 +232,10 @@ class IcebergCommits:
         return number
 
     def publish(self, seen: IcebergMetadata, number: int, properties: Mapping[str, str]) -> None:
-        """Make a staged snapshot the newest, if it follows the one that was read and that is still the newest."""
+        """Make a staged snapshot the newest.
+
+        It must follow the snapshot that was read, and that must still be the newest.
+        """
         table = self._table()
         base = self._base(table, seen)
         if base.snapshot(number) is None or base.snapshot(number).parentId() != seen.snapshot:
@@ -329,7 +332,10 @@ class IcebergCommits:
     # Upkeep.
 
     def compact_files(self, file_bytes: int, least: int) -> tuple[int, int, int]:
-        """Rewrite small files as larger ones; return how many were read, how many were written, and their bytes."""
+        """Rewrite small files as larger ones.
+
+        Return the number of files read, the number of files written, and their bytes.
+        """
         action = self._iceberg.spark.actions.SparkActions.get(self._session._jsparkSession)
         action = action.rewriteDataFiles(self._table())
         options = {"target-file-size-bytes": file_bytes, "min-input-files": least, "delete-file-threshold": least}

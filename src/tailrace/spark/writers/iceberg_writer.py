@@ -3,7 +3,7 @@
 The position is in the summary of each snapshot (`tables/iceberg/commit_log.py`), and a commit is a compare-and-swap
 (`spark/writers/iceberg_commits.py`). What Spark writes is staged where no reader sees it. It is published only if
 nobody else has committed since the table was read. Commits without rows, and those of files that tasks have written,
-need no staging. What can be known of the table without Java comes from `tables/iceberg/table.py`.
+need no staging. `tables/iceberg/table.py` reads what can be known of the table without Java.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ PROPERTIES = {
 """Properties of every table of ours."""
 _FILE_BYTES = "write.target-file-size-bytes"
 _SHUFFLED = "write.distribution-mode"
-"""Whether the rows of one partition go to one task, so that they make one file."""
+"""Setting that sends the rows of one partition to one task, so that they make one file."""
 
 
 class SparkIcebergTable(MergedTable[OpenedIceberg]):
@@ -258,7 +258,10 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         return WriteResult(committed=True, applied_position=applied, bytes=sum(file.size for file in files))
 
     def _with_field_ids(self, schema: TableSchema, folder: Path, name: str) -> list[StagedFile]:
-        """Rewrite Parquet files of Spark's, which does not number the elements of a list, as files for the table."""
+        """Rewrite Spark's Parquet files as files for the table.
+
+        Spark does not number the elements of a list.
+        """
         works = [
             _RewriteWork(
                 schema=schema,

@@ -171,7 +171,7 @@ def partition_condition(stored: TableSchema, partitions: Mapping[str, Collection
 
 
 def _typed(text: str, kind: str) -> str:
-    """Return SQL for a value by its text, whatever that contains."""
+    """Return SQL for a value by its text, which may contain anything."""
     return f"CAST(CAST(X'{text.encode().hex()}' AS STRING) AS {kind})"
 
 

@@ -1,10 +1,10 @@
-"""The part that every table has in common that Spark merges into: how rows become a merge.
+"""The common part of all tables that Spark merges into: how rows become a merge.
 
 Tasks fold rows into files. Spark joins these with the table's own rows where they need values of those. No row passes
 the driver, except the keys of a small batch, which Spark may broadcast to save a shuffle (`BROADCAST_ROWS_MAX`).
 
-Each format adds little (`TableAtCommit`, and the abstract methods): how a table is opened and read, how rows are
-written, and how a commit is a compare-and-swap that states the position.
+Each format adds little (`TableAtCommit`, and the abstract methods). It says how a table is opened and read, and how
+rows are written. Its commit is a compare-and-swap that states the position.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from tailrace.tasks.fold_files import ROWS_AT_ONCE_MAX, FoldedFiles, folded_file
 BROADCAST_ROWS_MAX = ROWS_AT_ONCE_MAX
 """Maximal number of rows in a batch whose keys Spark may broadcast, through the driver.
 
-Spark goes by the size of files, which says little of what is in them: a column of one text, or of nulls, has no size
+Spark decides by the size of files, which says little of what is in them: a column of one text, or of nulls, has no size
 there.
 """
 _BROADCAST = "spark.sql.autoBroadcastJoinThreshold"
@@ -101,7 +101,7 @@ OpenedTable = TypeVar("OpenedTable", bound=TableAtCommit, covariant=True)
 
 
 class TableInspector(Protocol[OpenedTable]):
-    """What can be known of a table without Spark."""
+    """The facts about a table that need no Spark."""
 
     def applied_position(self) -> AppliedPosition | None: ...
     def schema(self) -> TableSchema | None: ...
@@ -109,7 +109,10 @@ class TableInspector(Protocol[OpenedTable]):
     def version(self) -> int | None: ...
     def refuse_foreign(self, table: TableId) -> None: ...
     def opened(self) -> OpenedTable:
-        """Return the table as it is, with its position; refuse one that was not loaded, or that others changed."""
+        """Return the table as it is, with its position.
+
+        Refuse one that was not loaded, or that others changed.
+        """
 
 
 class MergedTable(abc.ABC, Generic[Table]):
@@ -118,7 +121,7 @@ class MergedTable(abc.ABC, Generic[Table]):
     connector: str
     """The connector's name in errors."""
     whole_files: bool
-    """Whether staged files contain the columns of their partition."""
+    """True if staged files contain the columns of their partition."""
     _inspector: TableInspector[Table]
 
     def __init__(self, spark: SparkSession, path: Path, spec: TableSpec, inspector: TableInspector[Table]) -> None:
@@ -164,9 +167,9 @@ class MergedTable(abc.ABC, Generic[Table]):
 
     @abc.abstractmethod
     def _commit(self, table: Table, record: CommitRecord, write: Callable[[], None]) -> int:
-        """Run the one statement that writes, and commit it with the position; return the version that it made.
+        """Run the one statement that writes, and commit it with the position.
 
-        It fails if anyone else has committed since the table was read.
+        Return the version that it made. It fails if anyone else has committed since the table was read.
         """
 
     @abc.abstractmethod
@@ -186,7 +189,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         """Return a folder for files that are not part of the table."""
 
     def _guarded(self, table: Table, rows: DataFrame) -> DataFrame:
-        """Return the rows, with whatever must be written with them."""
+        """Return the rows, with any that must be written with them."""
         return rows
 
     def _was_overtaken(self, message: str) -> bool:
@@ -299,7 +302,10 @@ class MergedTable(abc.ABC, Generic[Table]):
     def _write(
         self, schema: TableSchema, table: Table, folded: FoldedFiles, record: CommitRecord, refetch: RefetchFrame | None
     ) -> tuple[int, int]:
-        """Make one commit, in the cheapest way that is exact; return its version, and how many rows were written."""
+        """Make one commit, in the cheapest way that is exact.
+
+        Return its version, and how many rows were written.
+        """
         self._bound_broadcasts(folded.upserts + folded.deletes)
         rows = self._folded_frame(schema, folded)
         if self._keeps_versions:
@@ -369,7 +375,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         bases = [f.col(f"base.c{i}") == f.col(f"b{i}") for i in keys]
         joined = self._materialise(rows.join(base_rows, bases, "left"))
         partial, missing = f.col("absent").isNotNull(), f.col("there").isNull()
-        # A new version is added to the version that it comes from, and needs all values of that.
+        # A new version is added to the one that it changes, and needs all values of that.
         keeps_key = (
             f.lit(False) if self._keeps_versions else all_of([f.col(f"base.c{i}") == f.col(f"c{i}") for i in keys])
         )
@@ -407,7 +413,7 @@ class MergedTable(abc.ABC, Generic[Table]):
     def _refetch_rows(
         self, schema: TableSchema, to_refetch: DataFrame, unsent: frozenset[int], refetch: RefetchFrame
     ) -> tuple[DataFrame, int]:
-        """Return the source's present rows with these keys, and how many of them the source no longer has.
+        """Return the source's present rows with these keys, and how many it no longer has.
 
         Columns that the table spec adds are those of the change that needs the row. If a row has no base and the source
         no longer has it, the row under its key is removed, as in `RowsWithoutBase`.
@@ -532,7 +538,10 @@ class MergedTable(abc.ABC, Generic[Table]):
         return staged_rows(self.session, columns, self._staging(table), files, whole=self.whole_files)
 
     def _materialise(self, rows: DataFrame) -> DataFrame:
-        """Write rows that are read more than once to files, because a merge refuses rows that Spark has cached."""
+        """Write rows to files and return them read back.
+
+        This is for rows that are read more than once, because a merge refuses rows that Spark has cached.
+        """
         path = str(self._scratch() / f"kept-{uuid.uuid4().hex}")
         rows.write.parquet(path)
         return self.session.read.schema(rows.schema).parquet(path)
@@ -553,7 +562,7 @@ class MergedTable(abc.ABC, Generic[Table]):
                 f"{self.connector} failed",
                 path=self._path,
                 reason=error_class[1] if error_class else type(exc).__name__,
-                hint="Read the file status/spark.log of the log. If the error comes back, report it.",
+                hint="Read the file status/spark.log of the log. If the error repeats, report it.",
             ) from exc
 
     def _overtaken(self) -> ForeignWrite:
@@ -561,7 +570,10 @@ class MergedTable(abc.ABC, Generic[Table]):
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Make a folder for files that are not part of the table, without those that a killed process has left."""
+        """Make an empty folder for files that are not part of the table.
+
+        Files that a killed process has left there are removed.
+        """
         folder = self._scratch()
         shutil.rmtree(folder, ignore_errors=True)
         try:

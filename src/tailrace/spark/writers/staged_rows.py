@@ -87,7 +87,7 @@ def recast_rows(rows: DataFrame, planned: RecastColumns, scratch: Path) -> DataF
 
 
 def refuse_misfit_rows(schema: TableSchema, names: Collection[str], rows: DataFrame) -> None:
-    """Refuse rows with a value in one of these columns that cannot be read back from a partition, with a Spark job."""
+    """Refuse values in these columns that cannot be read back from a partition, with a Spark job."""
     for column in schema.columns:
         if column.name in names and not rows.where(is_misfit(column, column_named(column.name))).isEmpty():
             raise partition_value_error(schema, column.name)

@@ -4,7 +4,7 @@
   delete. So the source must send whole old rows.
 - `_commit_version` is the log's commit, which is never split. A key changes at most once in it: changes in between are
   not reported. A changed key is a delete and an insert. Rows of a table without a key are reported one by one.
-- `_commit_timestamp` is when the log stored the commit: one time for all its rows, and it never goes back.
+- `_commit_timestamp` is when the log stored the commit: one time for all its rows, and it never decreases.
 
 What these columns cannot represent is an error: a TRUNCATE, an old row that was not sent, a value its type cannot hold.
 The planner stops before such a commit, so everything before it is delivered.
@@ -53,7 +53,10 @@ def refuse_partial(schema: TableSchema) -> None:
 
 
 def partial_rows_error(schema: TableSchema, commit: int) -> SourceNotReady | None:
-    """Return why a feed cannot represent rows of a schema version, which go up to a commit; None if it can."""
+    """Return why a feed cannot represent rows of a schema version; None if it can.
+
+    The rows extend up to this commit.
+    """
     if schema.identity is Identity.FULL:
         return None
     return SourceNotReady(
@@ -85,7 +88,10 @@ def feed_rows(
 
 
 def find_unsupported(batch: ChangeBatch, numbers: Int64Array) -> tuple[int, TailraceError] | None:
-    """Return the first commit of these rows that a feed cannot represent, and the error; None if there is none."""
+    """Return the first commit of these rows that a feed cannot represent, with the error.
+
+    None if it can represent all of them.
+    """
     table, errors = batch.schema.table, list[tuple[int, TailraceError]]()
     if batch.truncates:
         commit = int(numbers[pc.index(batch.data.column(change.OP), Operation.TRUNCATE.value).as_py()])

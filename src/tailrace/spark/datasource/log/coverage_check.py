@@ -1,6 +1,7 @@
-"""Check from which position the log has each table complete; raise or warn for readers that start earlier.
+"""Check from which position the log has each table complete.
 
-What was written to a table before it joined the publication is not in the log.
+A reader that starts earlier gets an error or a warning. What was written to a table before it joined the publication is
+not in the log.
 
 - A table that was in the publication, left it and joined again lacks changes in the middle. That is an error, raised
   after everything before it was delivered. The same holds for a table requested by its name that was created again.
@@ -73,8 +74,10 @@ class CoverageCheck:
                 raise _too_early(start, option)
 
     def first_gap(self, after: LogOffset, to: int) -> tuple[int, LogGap] | None:
-        """Return the first commit after an offset, and up to a commit, that changes are missing before, with the
-        error."""
+        """Return the first commit before which changes are missing, with the error.
+
+        Only commits after an offset, and up to a commit, count.
+        """
         gaps = [(commit, start) for commit, start in self._between(after, to) if self._is_break(start, commit)]
         if not gaps:
             return None

@@ -72,7 +72,7 @@ class RowFormat(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """Which log to read, what of it, and how.
+    """The log to read, the rows to read of it, and their format.
 
     Tasks receive all of it. Credentials of an object store are not part of it.
     """

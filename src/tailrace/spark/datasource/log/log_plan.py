@@ -54,8 +54,10 @@ class LogPlanner:
         self._renames = TableRenames(frame.options, self.log, self._index)
         self._fitting: set[tuple[int, int]] = set()
         self._unsupported: dict[tuple[int, int], tuple[LogOffset, tuple[int, TailraceError] | None]] = {}
-        """Result of the search for unsupported rows, with the offset it began after, by table and a slice's last
-        row."""
+        """Results of the search for unsupported rows, by table and a slice's last row.
+
+        Each has the offset after which the search began.
+        """
         self._known: tuple[int, frozenset[int]] = (-1, frozenset())
 
     def newest(self) -> int:
@@ -63,7 +65,7 @@ class LogPlanner:
         return self.log.newest()
 
     def newest_matching(self) -> int:
-        """Return the newest commit with rows of the requested tables; 0 if there is none.
+        """Return the newest commit with rows of the requested tables; 0 without one.
 
         Rows that were trimmed count too.
         """
@@ -92,11 +94,17 @@ class LogPlanner:
         return self.with_last_seq(offset) if isinstance(option, Lsn) else offset
 
     def with_last_seq(self, offset: LogOffset) -> LogOffset:
-        """Return the same offset with the `_seq` of the last row before it, so that any two can be compared."""
+        """Return the same offset with the `_seq` of the last row before it.
+
+        Any two such offsets can be compared.
+        """
         return LogOffset(offset.commit, max(offset.seq, self._index.next_seq(offset.commit) - 1))
 
     def next_end(self, after: LogOffset, to: int, *, limited: bool) -> int:
-        """Return the commit to read to, `to` at most; the reader's own commit if there is nothing to read."""
+        """Return the commit to read to, `to` at most.
+
+        If there is nothing to read, it is the reader's own commit.
+        """
         tables = self.tables(to)
         self.refuse_trimmed(after, tables)
         slices = self._slices(after, to, tables)

@@ -1,7 +1,7 @@
-"""The common part of streams over a change log, whatever Spark version asks: offsets, rows, and what is done.
+"""The common part of streams over a change log, for every Spark version: offsets, rows, and what is done.
 
-An offset is a commit's number and the log's id. So a checkpoint fits one log and no other, and the same offsets mean
-the same rows, whatever is killed. A commit is never split. The log may trim what lies before the `start` of the next
+An offset is a commit's number and the log's id. So a checkpoint fits one log and no other. After any kill the same
+offsets mean the same rows. A commit is never split. The log may trim what lies before the `start` of the next
 micro-batch, because that is the end of a batch that Spark has recorded as done. `commit` adds nothing to this: Spark
 calls it late, and not at all while nothing happens.
 
@@ -39,7 +39,10 @@ from tailrace.storage import files
 from tailrace.storage.files import LogPath
 
 HEARTBEAT_SECONDS = 30.0
-"""Interval at which a waiting stream renews its consumer, so that the log does not take it for gone."""
+"""Interval at which a waiting stream renews its consumer.
+
+Without this the log would take the consumer for gone.
+"""
 OWN_CONSUMER = "spark"
 """Name of the consumer of a stream that captures for itself, unless it is given another."""
 _CHECKPOINT_HINT = "Give the query a `checkpointLocation` of its own."
@@ -93,8 +96,10 @@ class LogStream(DataSourceStreamReader):
             return self._offset(offset)
 
     def _latest(self, start: Offset, *, limited: bool) -> Offset:
-        """Return how far to read from an offset before which everything is done; the offset itself if there is
-        nothing."""
+        """Return how far to read from an offset before which everything is done.
+
+        If there is nothing to read, it is the offset itself.
+        """
         self._wait_if_idle(start)
         offset = self._log_offset(start)
         planner = self._opened()
@@ -112,7 +117,7 @@ class LogStream(DataSourceStreamReader):
         return start
 
     def _wait_if_idle(self, start: Offset) -> None:
-        """Wait for the log to grow, if the last look found nothing and the log is in an object store.
+        """Wait for a log in an object store to grow, if the last look found nothing.
 
         Spark asks again every 10 ms, and there every look is a request that costs money.
         """
@@ -161,7 +166,10 @@ class LogStream(DataSourceStreamReader):
             self._stored_at = time.monotonic()
 
     def _stored_consumer(self, offset: LogOffset) -> Consumer | None:
-        """Return the stream's consumer, stored at this offset if it is new; None for a stream without a name."""
+        """Return the stream's consumer, stored at this offset if it is new.
+
+        None for a stream without a name.
+        """
         # Nobody else keeps the rows of a log that the stream itself captures.
         name = self._frame.options.consumer or (OWN_CONSUMER if self._capture is not None else None)
         if name is not None and self._consumer is None:
@@ -220,7 +228,7 @@ class LogStream(DataSourceStreamReader):
 
 
 class RefusedStream(DataSourceStreamReader):
-    """A stream that raises its error at whatever Spark calls first.
+    """A stream that raises its error at Spark's first call.
 
     An error raised while the reader is made would make Spark's own loop fail without a reader, and report that last.
     """
@@ -242,7 +250,7 @@ class RefusedStream(DataSourceStreamReader):
 
 
 def _id_of(path: LogPath) -> str | None:
-    """Return the id of the log that is there; None if there is none yet, or nothing is in it."""
+    """Return the log's id; None if there is no log yet, or nothing is in it."""
     try:
         log = ChangeLog.open(path)
     except LogUnreachable:

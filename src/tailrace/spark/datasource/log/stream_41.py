@@ -1,10 +1,11 @@
-"""The stream for Spark 4.1, which asks how far to go and does not say where it is.
+"""The stream for Spark 4.1, which does not say where it is.
 
-Its offset is the one that Spark got last, or the end of the micro-batch it planned last: it asks again only when that
-is done. After a restart neither is known until the first micro-batch is planned. So that one goes to the log's newest
-commit with requested rows. If an obstacle lies before that commit, the error is raised before any of these rows are
-delivered. Trimmed rows count too: Spark may have read them, and an offset before its own would take it back. There are
-no limits, because Spark would take one micro-batch for all there is (`availableNow`).
+The stream's offset is the one that Spark got last, or the end of the micro-batch that Spark planned last. Spark asks
+how far to read only when that batch is done. After a restart neither is known until the first micro-batch is planned.
+So that one extends to the log's newest commit with requested rows. If an obstacle lies before that commit, the error is
+raised before any of these rows are delivered. Trimmed rows count too: Spark may have read them, and an offset before
+its own would take it back. There are no limits, because Spark would take one micro-batch for all there is
+(`availableNow`).
 """
 
 from __future__ import annotations

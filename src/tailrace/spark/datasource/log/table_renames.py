@@ -47,10 +47,10 @@ class TableRenames:
         return self._included[version_id]
 
     def first_gap(self, after: LogOffset, to: int) -> tuple[int, LogGap] | None:
-        """Return the first commit after an offset, and up to a commit, where a name moved to another table, with the
-        error.
+        """Return the first commit where a name moved to another table, with the error.
 
-        A reader that lacks nothing in the middle is warned instead.
+        Only commits after an offset, and up to a commit, count. A reader that lacks nothing in the middle is warned
+        instead.
         """
         gaps = []
         for before, item in self._changes(after, to):

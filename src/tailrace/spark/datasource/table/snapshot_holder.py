@@ -1,4 +1,4 @@
-"""Hold a snapshot open for tasks in other processes, and release it when no task reads in it.
+"""Hold a snapshot open for tasks in other processes, until no task reads in it.
 
 The process that plans a read ends before its tasks do. So the session that exported the snapshot is in a process of its
 own. That process ends when no task has read for a while, when its time is up, or when the Spark process that planned is
@@ -44,7 +44,7 @@ class SnapshotHandle:
 
     name: str
     id: str
-    """Part of the application name of every session that reads in it, by which the holder sees them."""
+    """Number in the names of sessions that read in it. The holder finds them by it."""
     pid: int
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Read chunks of a table in a Spark task, in the snapshot that all tasks of the read share."""
+"""Read chunks of a table in a Spark task, in the read's one snapshot."""
 
 from __future__ import annotations
 

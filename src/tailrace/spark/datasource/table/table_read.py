@@ -1,8 +1,8 @@
 """`spark.read.format("cdc")` of a database: a table as a DataFrame, read in parallel and as of one moment.
 
 The table is cut into chunks. Every task reads its own in one exported snapshot, which a separate process holds
-(`snapshot_holder.py`). So the rows are those of one moment, however long the read takes and whatever is written
-meanwhile. Types are those of a load. Nothing is written to the source, and a read needs no right but SELECT.
+(`snapshot_holder.py`). So the rows are those of one moment, however long the read takes. Types are those of a load.
+Nothing is written to the source, and a read needs no right but SELECT.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class TableBatchReader(DataSourceReader):
 
     It holds plain data only: Spark pickles it before it has planned, and runs its methods in other processes.
 
-    It takes no filters. Spark 4.3 plans once for a DataFrame. It would run the next query of it, whatever that asks
-    for, with the filters of the query before.
+    It takes no filters. Spark 4.3 plans once for a DataFrame. It would run the DataFrame's next query with the filters
+    of the query before.
     """
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
@@ -229,7 +229,10 @@ def _refuse_other(schema: TableSchema, requested: StructType) -> None:
 
 @contextmanager
 def _read_errors(options: ReadOptions) -> Iterator[None]:
-    """Errors in the words of this read; Spark prints no more of an exception than its text and where it arose."""
+    """Raise errors with the hints of this read.
+
+    Spark prints no more of an exception than its text and where it was raised.
+    """
     try:
         yield
     except TailraceError as error:
