@@ -177,10 +177,10 @@ def test_a_sink_that_breaks_promises_is_told_all_of_them_at_once() -> None:
     with pytest.raises(ContractBroken) as caught:
         check_sink(at_new(Appending, lambda sink: sorted(event.seq for event in sink.events())), *EXACTLY_ONCE)
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [
-        "a batch that comes again before it was flushed is there once",
-        "every kind of change is taken, or rejected by its number and with a reason; nothing is silently left out",
-        "a batch that comes again after its flush is there once",
-        "a batch that comes again after a restart is there once",
+        "a batch that arrives again before its flush is stored once",
+        "every kind of change is stored, or rejected by its number and with a reason; nothing is silently left out",
+        "a batch that arrives again after its flush is stored once",
+        "a batch that arrives again after a restart is stored once",
     ]
 
 
@@ -204,13 +204,13 @@ def test_a_mirror_that_loses_a_large_value_is_told_so() -> None:
             check(lambda sink=sink, made=made: SinkAt(sink, rows=made.rows))  # type: ignore[misc] # bound at once
         except ContractBroken:
             broken.append(str(check))
-    assert broken == ["a key that changes takes values along that were not sent, also twice in one batch"]
+    assert broken == ["a key that changes takes unsent values along, also twice in one batch"]
 
 
 @pytest.mark.parametrize(("place", "said"), [
     (lambda: 3, "cannot be called"), (lambda: lambda: 3, "not a `SinkAt`"), (lambda: MemorySink, "not a `SinkAt`"),
     (lambda: lambda: SinkAt(cast("Any", 3), kept=tuple), "`sink` cannot be used as one"),
-    (lambda: lambda: SinkAt(MemorySink()), "what the sink holds cannot be looked at"),
+    (lambda: lambda: SinkAt(MemorySink()), "no function that reads its rows"),
     (lambda: lambda: SinkAt(MemorySink(), kept=cast("Any", 3)), "`kept` cannot be called"),
 ])  # fmt: skip
 def test_a_suite_that_cannot_look_at_a_sink_says_so(place: Any, said: str) -> None:

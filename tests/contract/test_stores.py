@@ -127,12 +127,12 @@ def test_a_store_that_breaks_promises_is_told_all_of_them_at_once() -> None:
     told = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in told] == [
         "a position that does not follow the saved one is refused, and nothing changes",
-        "a key belongs to one source and one way of counting, until it is deleted",
-        "a key that is empty, too long, or could lead elsewhere is refused wherever it is given",
-        "what a caller does with metadata afterwards changes nothing that is saved",
+        "a key belongs to one source and one position type, until it is deleted",
+        "a key that is empty, too long, or could lead to another folder is refused in every call",
+        "a caller's later changes of metadata do not change what is saved",
     ]
 
 
 def test_a_history_that_breaks_promises_is_told_so() -> None:
-    with pytest.raises(ContractBroken, match="the shape that a table has already adds nothing"):
+    with pytest.raises(ContractBroken, match="recording a table's current schema again adds nothing"):
         check_schema_history(lambda: (lambda history: lambda: history)(Forgetful(retention=KEPT)))

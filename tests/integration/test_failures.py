@@ -109,7 +109,7 @@ def test_what_the_settings_forbid_is_not_created(database: str, tmp_path: Path) 
     pipeline = Pipeline(tmp_path, database, extra=extra)
     refused(pipeline, 3, "publication does not exist", 'CREATE PUBLICATION "mine" FOR TABLE "public"."t"')
     execute(database, "CREATE PUBLICATION mine FOR TABLE t")
-    refused(pipeline, 3, "slot is not there", "pg_create_logical_replication_slot('mine', 'pgoutput')")
+    refused(pipeline, 3, "slot does not exist", "pg_create_logical_replication_slot('mine', 'pgoutput')")
     execute(database, "SELECT pg_create_logical_replication_slot('mine', 'pgoutput')", "INSERT INTO t VALUES (1)")
     assert pipeline.call("capture", "--until-caught-up").returncode == 0
     assert pipeline.call("drop", "--yes").stdout.strip() == "there was nothing to remove"

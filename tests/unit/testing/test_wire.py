@@ -81,7 +81,7 @@ def test_a_recording_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{}", json.dumps({"format": 2})])
 def test_what_is_no_recording_is_said_to_be_none(content: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(content)
-    with pytest.raises(ConfigError, match="no recording"):
+    with pytest.raises(ConfigError, match="not a recording"):
         load(tmp_path / "x.json")
 
 
