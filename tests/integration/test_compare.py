@@ -139,7 +139,7 @@ def test_rows_of_an_emptied_source_table_are_extra(source: Connection, tmp_path:
 def test_a_table_the_lake_lacks_is_not_equal_even_if_empty(source: Connection, tmp_path: Path) -> None:
     make_pairs(source)
     verdict = judge(source, tmp_path, "t")
-    assert verdict.columns == ("the lake has no such table",)
+    assert verdict.columns == ("the lake does not have the table",)
     assert not verdict.equal
 
 
