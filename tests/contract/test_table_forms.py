@@ -425,7 +425,7 @@ def test_a_row_that_a_chunk_saw_after_it_moved_goes_when_the_source_has_it_no_mo
         return pa.schema(SHOP.row_fields()).empty_table()
 
     here, then = table.cursor(table.seq), table.cursor(table.seq + batch.num_rows)
-    table.table.apply(SHOP, fold_by_mode(form, SHOP, batch), here, then, reread=source_has_none, touch=True)
+    table.table.apply(SHOP, fold_by_mode(form, SHOP, batch), here, then, refetch=source_has_none, touch=True)
     gone = [(2, "large", True)]
     assert table.tuples("id", "big", *(["_deleted"] if form.soft_delete else [])) == (gone if form.soft_delete else [])
 
@@ -440,7 +440,7 @@ def test_a_row_that_came_without_its_value_takes_none_of_an_earlier_row(
     came = (arrival(1, unchanged=BIG), update(2, unchanged=BIG))
     batch = stored(SHOP, [tx(2000, *([truncate()] if emptied else [delete(2)]), *came)], table.seq + 1)
     here, then = table.cursor(table.seq), table.cursor(table.seq + batch.num_rows)
-    folded = fold_by_mode(table.form, SHOP, batch, rereads=True)
+    folded = fold_by_mode(table.form, SHOP, batch, can_refetch=True)
     with pytest.raises(BaseRowMissing):
         table.table.apply(SHOP, folded, here, then)
 
@@ -448,7 +448,7 @@ def test_a_row_that_came_without_its_value_takes_none_of_an_earlier_row(
         assert sorted(keys.column("id").to_pylist()) == [1, 2]
         return pa.Table.from_pylist([{"id": 1, "big": "now"}], pa.schema(SHOP.row_fields()))
 
-    applied = table.table.apply(SHOP, folded, here, then, reread=source_has_the_first)
+    applied = table.table.apply(SHOP, folded, here, then, refetch=source_has_the_first)
     assert (applied.committed, applied.upserted) == (True, 1)
     left = [(1, "now", False), (3, "earlier", emptied)]
     if form.soft_delete:
@@ -471,7 +471,7 @@ def test_names_of_columns_that_the_table_lacks_make_no_other_form(open_table: Op
         (HISTORY, KEYLESS, "needs a table with a key"),
         (TableSpec(soft_delete=True), KEYLESS, "needs a table with a key"),
         (TableSpec(metadata=("_seq",)), KEYLESS, "needs a table with a key"),
-        (HISTORY, replace(SHOP, identity=Identity.NONE), "does not tell which rows"),
+        (HISTORY, replace(SHOP, identity=Identity.NONE), "does not send which rows"),
         (
             TableSpec(soft_delete=True),
             table_schema({"id": pa.int64(), engines.MARK.upper(): pa.bool_()}),
@@ -523,7 +523,7 @@ def test_a_row_that_is_read_again_says_of_itself_what_its_change_says(made: Any)
         return pa.Table.from_pylist(rows, pa.schema(form.stored_schema(SHOP).row_fields()[:4]))
 
     folded = fold_by_mode(form, SHOP, stored(SHOP, [partial]))
-    table.table.apply(SHOP, folded, table.cursor(LOADED_SEQ), table.cursor(103), reread=reread)
+    table.table.apply(SHOP, folded, table.cursor(LOADED_SEQ), table.cursor(103), refetch=reread)
     assert table.tuples("number", "name", "large", "_deleted", "_seq") == [
         (1, "n1", "large 1", True, 101),
         (7, "now", "read 7", False, 100),
@@ -538,14 +538,14 @@ def test_changes_of_a_table_without_a_key_find_their_rows_under_other_names(made
 
 
 def test_two_columns_of_one_name_are_refused(made: Any) -> None:
-    with pytest.raises(TableUnusable, match="would have one name") as refused:
+    with pytest.raises(TableUnusable, match="would have the same name") as refused:
         made(TableSpec(renamed_columns=(("big", "NAME"),)))
     assert refused.value.hint.startswith("Give one of them another name")
     assert "columns:" in refused.value.hint
 
 
 def test_a_column_that_has_the_marks_name_is_told_of_the_mark(made: Any) -> None:
-    with pytest.raises(TableUnusable, match="has the name of one that the table's form adds") as refused:
+    with pytest.raises(TableUnusable, match="has the name of one that the table spec adds") as refused:
         made(TableSpec(soft_delete=True, deleted_column=engines.MARK, renamed_columns=(("big", engines.MARK),)))
     assert "`soft_delete`" in refused.value.hint
 
@@ -555,7 +555,7 @@ def test_a_folder_of_another_source_table_is_never_written(open_table: OpenTable
     other = replace(SHOP, table=TableId("public", "other"))
     load, look = lambda: first.table.load(other, [], first.cursor(200)), lambda: first.table.refuse_foreign(other.table)
     for use in (load, look):
-        with pytest.raises(TableUnusable, match="another table of the source") as refused:
+        with pytest.raises(TableUnusable, match="overlaps") as refused:
             use()
         assert "tables.names" in refused.value.hint
     assert len(first.content()) == 3

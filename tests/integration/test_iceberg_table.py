@@ -292,7 +292,7 @@ def test_a_database_may_be_the_catalog(tmp_path: Path) -> None:
     file = tmp_path / "catalog.db"
     catalog = Catalog(kind="jdbc", root=tmp_path / "lake", uri=f"jdbc:sqlite:{file}")
     used(catalog, tmp_path / "lake" / "public" / "t")
-    location = catalog._ask_database(("tailrace", "public", "t"))
+    location = catalog._metadata_location(("tailrace", "public", "t"))
     assert location is not None
     assert table_rows(location) == USED
 

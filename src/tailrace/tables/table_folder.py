@@ -1,4 +1,11 @@
-"""Find or make the folder that a Delta table is in, and refuse other contents."""
+"""Find or make the folder that a Delta table is in, and refuse other contents.
+
+delta-rs 1.6 decodes `%2F` in a path once too often: it writes the data in one folder and looks for the log in another.
+It also panics at five other characters. A table with such a name in its path is therefore stored under `.tailrace/`,
+next to the first folder of that path with such a name. The table's own path is a relative link to it, which every
+reader follows. No source table can use that folder's name, because a leading dot is encoded. Nothing that is not ours
+is ever overwritten or taken for a table.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +129,7 @@ _DAMAGED_HINT = (
 
 
 def unreadable(path: Path, exc: BaseException) -> TableUnusable:
-    """Return the error, with the system's reason, for a table that cannot be read or written."""
+    """Return the error, with the system's reason, for a table that cannot be used."""
     # Only the system's own words: another message of the engine's could quote a row.
     match = re.search(r"([A-Z][^\n\x1b]*)\(os error \d+\)", str(exc))
     reason = os.strerror(exc.errno) if isinstance(exc, OSError) and exc.errno else None

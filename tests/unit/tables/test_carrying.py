@@ -99,7 +99,7 @@ def test_a_wider_type_keeps_the_column_and_a_load_is_owed(form: TableSpec) -> No
 def test_a_type_that_cannot_hold_it_begins_empty_beside_what_it_was(form: TableSpec) -> None:
     found = carried(rewritten(ID, (2, "a", pa.int16()), B), form)
     assert (found.kept_apart, found.added, found.dropped) == (("a",), (), ())
-    assert found.descriptions == ("begin a anew, and keep what it was beside it",)
+    assert found.descriptions == ("start a empty, and keep its old values in another column",)
 
 
 def test_a_column_that_is_renamed_and_cannot_hold_it_is_another_one() -> None:

@@ -109,7 +109,7 @@ def test_the_same_version_asks_for_nothing() -> None:
         (shape(ID, (2, "a", pa.int16()), B), {"narrow": REFRESH, "retype": STOP, "widen": STOP}, "narrowed a"),
         (shape(ID, (2, "a", pa.string()), B), {"narrow": STOP}, "retyped a"),
         (replace(shape(ID, A, B, (4, "c", pa.int32())), facts=None), {}, "not known"),
-        (shape(ID, A, B, (4, "c", pa.int32()), fills={"c": "odd"}), {}, "not understood"),
+        (shape(ID, A, B, (4, "c", pa.int32()), fills={"c": "odd"}), {}, "cannot be parsed"),
         (shape(ID, A), {"drop": REFRESH}, "dropped b"),
         (shape(ID, (2, "x", pa.int32()), B), {"rename": REFRESH}, "renamed a to x"),
         (shape(ID, A, B, (4, "c", pa.int32())), {"add": REFRESH}, "added c"),
@@ -147,7 +147,7 @@ def test_a_policy_of_stop_stops_and_names_itself(new: TableSchema, kind: str, sa
     assert isinstance(found, SchemaChanged)
     assert said in found.headline
     assert f"`evolution.{kind}` is `stop`" in found.hint
-    assert "Set it otherwise and start again" in found.hint
+    assert "Change the policy and start again" in found.hint
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_load_that_is_owed_is_made_whatever_the_policies_say_but_what_came_sin
     assert OLD.facts is not None
     owed = replace(OLD, facts=replace(OLD.facts, rows_unknown=True))
     assert planned(OLD, EvolutionPolicies(rewrite=STOP), old=owed) == ReloadNeeded(
-        schema=OLD, why="a load of it did not land"
+        schema=OLD, why="a load of it was not committed"
     )
     assert isinstance(
         planned(shape(ID, A, B, file=6, stamp=2), EvolutionPolicies(rewrite=STOP), old=owed), SchemaChanged
@@ -428,7 +428,7 @@ def test_an_empty_table_evolves_too(tmp_path: Path) -> None:
 
 
 def test_from_elsewhere_nothing_is_recast(table: AnyTable) -> None:
-    with pytest.raises(ForeignWrite, match="not where"):
+    with pytest.raises(ForeignWrite, match="not at the position"):
         table.evolve(recast(shape(ID, A)), NEXT)
 
 

@@ -81,7 +81,7 @@ def test_of_two_who_look_at_the_same_version_one_commits(tmp_path: Path) -> None
     files = [stage(path, name, SHOP, record_batches(SHOP, ROWS)) for name in ("a", "b")]
     tables[0].commit_load(SHOP, files[0], at(10))
     with pytest.raises(ForeignWrite, match="at the same time"):
-        tables[1]._land(seen, SHOP, files[1], at(20), None)
+        tables[1]._commit_files(seen, SHOP, files[1], at(20), None)
     assert tables[0].applied_position() == at(10)
     assert tables[0].commit_load(SHOP, files[0], at(10)) == 5, "again: it is there"
     assert tables[0].version() == 1

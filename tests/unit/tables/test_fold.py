@@ -38,9 +38,9 @@ from tests.support.changes import (
 BIG = ("big",)
 
 
-def folded(*rows: Change, schema: TableSchema = SHOP, rereads: bool = False) -> dict[Any, dict[str, Any]]:
+def folded(*rows: Change, schema: TableSchema = SHOP, can_refetch: bool = False) -> dict[Any, dict[str, Any]]:
     """The folded rows by key, without `copies` and the empty columns that most tests do not look at."""
-    result = fold(schema, changes(schema, *rows), rereads=rereads)
+    result = fold(schema, changes(schema, *rows), can_refetch=can_refetch)
     assert result.rows.schema.equals(folded_schema(schema))
     result.rows.validate(full=True)
     return {row["c0"]: row for row in result.rows.to_pylist()}
@@ -199,7 +199,7 @@ def test_a_partial_change_without_a_base_is_refused_where_it_stands(rows: tuple[
 
 @pytest.mark.parametrize("rows", BASELESS)
 def test_where_rows_can_be_read_again_no_row_of_the_table_is_its_base(rows: tuple[Change, ...]) -> None:
-    *_, last = folded(*rows, rereads=True).values()
+    *_, last = folded(*rows, can_refetch=True).values()
     assert state(last) == (UPSERT, None, [2], None)
 
 
@@ -210,20 +210,20 @@ def test_what_builds_on_a_row_without_a_base_has_none_either() -> None:
         arrival(1, unchanged=BIG, name="a"),
         *move(1, 2, unchanged=BIG),
         update(2, unchanged=("name", "big"), n=4),
-        rereads=True,
+        can_refetch=True,
     )
     assert (state(rows[2]), rows[2]["c3"]) == ((UPSERT, None, [2], None), 4)
     assert rows[1]["op"] == DELETE
 
 
 def test_a_row_without_a_base_is_whole_once_its_value_comes() -> None:
-    rows = folded(arrival(1, unchanged=BIG), update(1, big="x"), update(1, unchanged=BIG, n=3), rereads=True)
+    rows = folded(arrival(1, unchanged=BIG), update(1, big="x"), update(1, unchanged=BIG, n=3), can_refetch=True)
     assert state(rows[1]) == (UPSERT, "x", None, None)
 
 
 def test_a_change_without_a_part_of_its_key_cannot_be_asked_for() -> None:
     with pytest.raises(BaseRowMissing):
-        folded(update(1, unchanged=("id",)), rereads=True)
+        folded(update(1, unchanged=("id",)), can_refetch=True)
 
 
 # --- truncate ----------------------------------------------------------------------------------------------

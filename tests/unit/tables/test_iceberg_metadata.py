@@ -81,7 +81,7 @@ def test_a_type_that_iceberg_does_not_have_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["_deleted", "_FILE", "_row_id"])
 def test_a_name_of_iceberg_s_own_is_refused_with_what_to_do(name: str) -> None:
-    with pytest.raises(TableUnusable, match="Iceberg's own") as refused:
+    with pytest.raises(TableUnusable, match="Iceberg reserves") as refused:
         refuse_iceberg_names(table_schema({"id": pa.int64(), name: pa.string()}))
     assert "columns:" in refused.value.hint
 

@@ -58,7 +58,9 @@ def sifted(
     def held(keys: pa.Table) -> Flags:
         return np.full(keys.num_rows, holds)
 
-    return split_rejects(schema, completed(schema, *rows), dead or DeadLetterKeys.none(schema), held, rereads=rereads)
+    return split_rejects(
+        schema, completed(schema, *rows), dead or DeadLetterKeys.none(schema), held, can_refetch=rereads
+    )
 
 
 def seqs(table: pa.Table) -> list[int]:

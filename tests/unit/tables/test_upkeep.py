@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.tables.compaction_plan import FILES_MIN, STEPS, TELLING_ROWS_MIN, files_to_compact, rows_per_file
+from tailrace.tables.compaction_plan import FILES_MIN, STEPS, ESTIMATE_ROWS_MIN, files_to_compact, rows_per_file
 from tailrace.tables.delta.table import DeltaRsTable
 from tests.support.changes import SHOP, record_batches
 from tests.support.mirrors import LOG, at
@@ -64,10 +64,10 @@ def test_a_table_tells_how_many_of_its_rows_make_a_file_once_it_has_some(tmp_pat
         return rows_per_file(DeltaTable(str(tmp_path)), MIB)
 
     assert told(0) == 0
-    assert told(TELLING_ROWS_MIN - 1) == 0, "a small file is mostly head and foot"
-    many = told(TELLING_ROWS_MIN)
+    assert told(ESTIMATE_ROWS_MIN - 1) == 0, "a small file is mostly head and foot"
+    many = told(ESTIMATE_ROWS_MIN)
     (size,) = (file.stat().st_size for file in tmp_path.glob("*.parquet") if file.name in names(tmp_path))
-    assert many == MIB * TELLING_ROWS_MIN // size
+    assert many == MIB * ESTIMATE_ROWS_MIN // size
 
 
 def names(folder: Path) -> set[str]:

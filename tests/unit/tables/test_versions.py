@@ -27,7 +27,7 @@ def test_a_version_is_its_columns_and_its_files(tmp_path: Path, name: str) -> No
 
 def test_a_version_that_is_not_there_or_has_lost_files_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lake" / "public" / "t"
-    with pytest.raises(TableUnusable, match="no table any more"):
+    with pytest.raises(TableUnusable, match="no longer exists"):
         files_at(path, 0)
     mirror = Mirror(path, rows=ROWS)
     mirror.apply(insert(7))

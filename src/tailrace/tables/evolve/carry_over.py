@@ -1,4 +1,4 @@
-"""Recast rows of a table that keeps the past, so that a reload can be compared with them.
+"""Recast rows of a table that keeps the past, before a reload compares them.
 
 No value in the table is lost. A value stays in its column if the new type has the very same value. Otherwise it stays
 under another name next to the column. After that it is unknown what the source made of its rows. So the schema is
@@ -24,7 +24,7 @@ from tailrace.tables.spec import TableMode, TableSpec
 DIGITS = dict(zip(INTEGERS, (5, 10, 19), strict=True))
 """Digits that an integer type can have."""
 PLAIN_SCALE_MAX = 6
-"""Largest scale that PostgreSQL always prints without an exponent."""
+"""Largest scale at which small decimals are printed without an exponent."""
 
 
 def carry_over(
@@ -92,7 +92,7 @@ def _stop(old: TableSchema, change: str) -> SchemaChanged:
 
 
 def keeps_values(was: pa.DataType, now: pa.DataType) -> bool:
-    """Return whether every value of one type is the same value, or its printed text, in the other.
+    """Return whether the new type keeps every value of the old one, also as text.
 
     The text must be the one that the source prints.
     """

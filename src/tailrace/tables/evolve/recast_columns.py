@@ -23,7 +23,7 @@ class RecastColumns:
 
     columns: tuple[Column, ...]
     source_names: tuple[str | None, ...]
-    """For each column the old column it is from; None for a new one."""
+    """The old column that each column is from; None for a new one."""
     backfilled: dict[str, pa.Scalar]
 
     @property

@@ -178,7 +178,7 @@ def _answer(
 
 
 def column_of(old: TableSchema, new: TableSchema, name: str) -> tuple[Column, Column]:
-    """Return a column of the new schema with its old version, matched by number where known."""
+    """Return a new column after its old version, matched by number where known."""
     index = new.names.index(name)
     if old.facts and new.facts:
         return old.columns[old.facts.numbers.index(new.facts.numbers[index])], new.columns[index]
@@ -207,7 +207,7 @@ def is_wider(was: Column, now: Column) -> bool:
 
 
 def is_narrower(was: Column, now: Column) -> bool:
-    """Return whether the new column is of the same kind but cannot hold all old values."""
+    """Return whether the new column is of the same kind but holds fewer values."""
     if was.rule_marks != now.rule_marks or is_wider(was, now):
         return False
     (kind, limits), (other, others) = _limits(was), _limits(now)
