@@ -139,7 +139,7 @@ def test_a_commit_missing_in_the_middle_is_told_and_not_skipped(filled: Path) ->
 
 def test_a_commit_in_anothers_place_is_told(filled: Path) -> None:
     shutil.copy(commit_path(filled, 3), commit_path(filled, 2))
-    with pytest.raises(LogCorrupt, match="another place"):
+    with pytest.raises(LogCorrupt, match="another commit or log"):
         list(ChangeLog.open(filled).follow(0))
 
 

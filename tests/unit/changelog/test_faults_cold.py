@@ -171,7 +171,7 @@ def test_another_logs_seal_is_refused(log: Path, tmp_path: Path) -> None:
         sealer.seal()
     other.close()
     shutil.copy(seal_path(other.path, stem(4, 5)), seal_path(log, stem(4, 5)))
-    with pytest.raises(LogCorrupt, match="another place") as caught:
+    with pytest.raises(LogCorrupt, match="another log") as caught:
         read(log, [])
     assert caught.value.fields["path"] == seal_path(log, stem(4, 5))
 
@@ -246,7 +246,7 @@ def test_a_log_without_its_meta_is_not_begun_anew(log: Path) -> None:
 
 def test_a_shape_that_is_missing_is_not_given_its_number_again(log: Path) -> None:
     (log / "schemas" / "2" / "1.json").unlink()
-    with pytest.raises(LogCorrupt, match="shape is missing"):
+    with pytest.raises(LogCorrupt, match="schema is missing"):
         LogWriter(log, SOURCE)
 
 

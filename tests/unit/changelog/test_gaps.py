@@ -107,10 +107,10 @@ def test_a_gap_that_was_begun_and_whose_slot_was_never_made_counts_for_nothing(d
 def test_a_record_that_is_not_what_was_written_is_told(diary: Diary) -> None:
     record = diary.path / GAPS_FILE
     record.write_bytes(record.read_bytes().replace(b'"commit": 3', b'"commit": 2'))
-    with pytest.raises(LogCorrupt, match="the record of what the log lacks cannot be read"):
+    with pytest.raises(LogCorrupt, match="the record of the log's gaps cannot be read"):
         followed(diary.path)
     (flaw,) = verify(diary.path).flaws
-    assert "the record of what the log lacks" in flaw.message
+    assert "the record of the log's gaps" in flaw.message
 
 
 def test_shapes_are_followed_across(diary: Diary) -> None:

@@ -268,7 +268,7 @@ def test_whoever_asks_while_commits_move_into_seals_is_told_the_same(
     before, heard = answers(), list[bool]()
     for last in (4, 9):
         with Sealer(diary.path, limits=SealLimits(commits=4)) as sealer:
-            sealer._seal_some(sealer.unsealed_range()[0], last)
+            sealer._seal_next(sealer.unsealed_range()[0], last)
         monkeypatch.setattr(Interrupted, "asks", staticmethod(asks))
         index.grow()
         monkeypatch.undo()

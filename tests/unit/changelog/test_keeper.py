@@ -190,7 +190,7 @@ def test_the_process_seals_beside_a_writer_that_goes_on(diary: Diary) -> None:
                 break
     finally:
         keeper.stop()
-    assert not any(thread.name == "tailrace-keeper" for thread in threading.enumerate())
+    assert not any(thread.name == "tailrace-log-maintenance" for thread in threading.enumerate())
     assert len(rows_of(found)) == len(diary.noted)
     assert read_all(diary.path) == diary.rows()
 
@@ -234,7 +234,7 @@ def test_a_process_that_was_killed_is_started_again(diary: Diary, caplog: pytest
         assert eventually(lambda: sealed_to(diary) == 2)
     finally:
         keeper.stop()
-    assert "keeper ended, will be started again" in caplog.messages
+    assert "log maintenance ended, will be started again" in caplog.messages
     assert keeper_pids() == []
 
 

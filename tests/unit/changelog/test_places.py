@@ -165,7 +165,7 @@ def test_a_time_is_reached_by_the_sources_clock_too_and_by_commits_of_a_quiet_so
 
 
 def test_a_time_before_the_first_transaction_may_lie_before_the_log_and_is_refused(log: ChangeLog) -> None:
-    with pytest.raises(ConfigError, match=r"the log begins later than that.*`earliest` gives all that it has"):
+    with pytest.raises(ConfigError, match=r"the log begins later.*`earliest` for all that the log has"):
         starting_offset(log, at(9), TABLES)
     assert ending_offset(log, at(9), TABLES) == LogOffset(0)
 
@@ -203,7 +203,7 @@ def test_a_start_from_before_what_is_kept_is_refused_and_told_what_is_possible(t
         trimmed = ChangeLog.open(diary.path)
         assert trimmed.trimmed().commit == 1
         for point in (Lsn(50), at(9), at(10), at(19)):
-            with pytest.raises(LogTrimmed, match=r"no longer holds what it held then.*`earliest`"):
+            with pytest.raises(LogTrimmed, match=r"no longer holds changes from that time.*`earliest`"):
                 starting_offset(trimmed, point, TABLES)
         assert starting_offset(trimmed, Lsn(100), TABLES) == LogOffset(1)
         assert starting_offset(trimmed, at(20), TABLES) == LogOffset(1), "what is kept begins at that very time"

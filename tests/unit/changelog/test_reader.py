@@ -76,7 +76,7 @@ def test_a_commit_that_two_threads_see_come_is_one_commit(
     log = ChangeLog.open(folder)
     assert log.newest() == 1
     writer.append(Window(start=Lsn(10), end=Lsn(20)))
-    looks = ChangeLog._is_there
+    looks = ChangeLog._commit_exists
     others: list[int] = []
 
     def another_looks_too(mine: ChangeLog, commit: int) -> bool:
@@ -86,7 +86,7 @@ def test_a_commit_that_two_threads_see_come_is_one_commit(
             others.append(mine.newest())
         return found
 
-    monkeypatch.setattr(ChangeLog, "_is_there", another_looks_too)
+    monkeypatch.setattr(ChangeLog, "_commit_exists", another_looks_too)
     assert log.newest() == 2
     assert others == [0, 2]
     assert log.newest() == 2

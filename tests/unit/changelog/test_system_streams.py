@@ -199,7 +199,7 @@ def test_a_stream_that_has_nothing_yet_can_be_followed_already(diary: Diary) -> 
     diary.commit(said(("a", b"1")))
     assert rows_of([next(following)]) == diary.rows(schema=MESSAGE_STREAM)
     del following
-    with pytest.raises(ConfigError, match="no rows of such a table"):
+    with pytest.raises(ConfigError, match="no rows of this table"):
         list(log.follow(table="messages"))
 
 

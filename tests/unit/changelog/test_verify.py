@@ -289,8 +289,8 @@ def with_header(file: Path, **fields: object) -> None:
         ({"start": "0/1"}, "does not start where the one before ended"),
         ({"next_seq": 9}, "not numbered"),
         ({"rows": 5}, "not numbered"),
-        ({"log": "0" * 32}, "another place"),
-        ({"commit": 7}, "another place"),
+        ({"log": "0" * 32}, "another commit or log"),
+        ({"commit": 7}, "another commit or log"),
         ({"format": 2}, "format"),
     ],
 )
@@ -320,7 +320,7 @@ def with_seal(path: Path, stem: str, **fields: object) -> None:
         ({"next_seq": 9}, "not those of the seal"),
         ({"end": "0/FFFF"}, "not those of the seal"),
         ({"log": "0" * 32}, "another log"),
-        ({"first_seq": 2}, "not numbered on"),
+        ({"first_seq": 2}, "row numbers do not continue"),
         ({"start": "0/1"}, "does not start where"),
     ],
 )

@@ -300,7 +300,7 @@ def test_a_consumer_is_forgotten_by_its_name_and_a_table_is_not(diary: Diary) ->
     with pytest.raises(ConfigError, match="lake table") as caught:
         log_actions.forget_consumer(diary.path, "public.things")
     assert "Exclude it" in caught.value.hint
-    with pytest.raises(ConfigError, match="name is 1 to 63"):
+    with pytest.raises(ConfigError, match="name is not valid"):
         log_actions.forget_consumer(diary.path, "../meta")
     log_actions.forget_consumer(diary.path, "nightly")
     assert not consumer_path(diary.path, "nightly").exists()
