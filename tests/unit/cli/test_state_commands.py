@@ -162,9 +162,9 @@ def test_a_checkpoint_is_seeded_listed_and_deleted_by_hand(call: Any, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("seed", "orders", *SEED), ExitCode.LOG, "there is a checkpoint under this key already"),
+        (("seed", "orders", *SEED), ExitCode.LOG, "key has a checkpoint already"),
         (("seed", "new", *SEED[:-1], "42"), ExitCode.CONFIG, "not a binary log position"),
-        (("seed", "../new", *SEED), ExitCode.CONFIG, "has a separator in it"),
+        (("seed", "../new", *SEED), ExitCode.CONFIG, "has a path separator in it"),
         (("seed", "new", *SEED[:4]), ExitCode.CONFIG, "`seed` needs"),
         (("seed", *SEED), ExitCode.CONFIG, "take one"),
         (("delete", "nobody"), ExitCode.CONFIG, "there is no checkpoint of this key"),
