@@ -66,7 +66,7 @@ def test_a_capture_whose_disk_is_full_says_so_and_goes_on_by_itself(pipeline: Pi
     insert(pipeline, 11, 20, size=1_000)
     insert(pipeline, 21, 30)
     assert eventually(lambda: capture.said().count("code=log-full") >= 2), capture.said()
-    assert "error the log or sink takes nothing, trying again" in capture.said()
+    assert "error log or sink failed, trying again" in capture.said()
     assert "Free space on that disk" in capture.said()
     assert capture.process.poll() is None
     assert captured(pipeline) == list(range(1, 11))

@@ -87,11 +87,11 @@ def test_a_table_that_is_named_twice() -> None:
 
 
 def test_sinks_that_lead_nowhere() -> None:
-    refused(FanOut, "would go nowhere", "FanOut(")
+    refused(FanOut, "fan-out has no sink", "FanOut(")
     refused(lambda: FanOut(MemorySink(), print), "`sink` cannot be used as one", "JsonlSink")  # type: ignore[arg-type]
     refused(lambda: FanOut(MemorySink), "`sink` cannot be used as one", "JsonlSink")  # type: ignore[arg-type]
-    refused(lambda: TableRouter({}), "would be rejected", "otherwise")
-    refused(lambda: TableRouter({str(SHOP.table): MemorySink()}), "not named by a `TableId`", "TableId(")  # type: ignore[dict-item]
+    refused(lambda: TableRouter({}), "router has no sink", "otherwise")
+    refused(lambda: TableRouter({str(SHOP.table): MemorySink()}), "table is not a `TableId`", "TableId(")  # type: ignore[dict-item]
     refused(lambda: TableRouter({SHOP.table: None}), "`sink` cannot be used", "JsonlSink")  # type: ignore[dict-item]
     TableRouter({}, otherwise=MemorySink())
 
@@ -121,9 +121,9 @@ def test_a_store_that_is_none(store: Any) -> None:
         ({"observers": [None]}, "`observers` cannot be called", "observers=[function]"),
         ({"on_letter": []}, "`on_letter` cannot be called (found=list)", "without calling it"),
         ({"transform": "upper"}, "`transform` cannot be called", "without calling it"),
-        ({"snapshot_tables": SHOP.table}, "no list of tables", "[TableId("),
-        ({"incremental_snapshot": None}, "no list of tables", "[TableId("),
-        ({"key": None}, "key is no text (found=NoneType)", "shop-orders"),
+        ({"snapshot_tables": SHOP.table}, "tables are not a list", "[TableId("),
+        ({"incremental_snapshot": None}, "tables are not a list", "[TableId("),
+        ({"key": None}, "key is not a string (found=NoneType)", "shop-orders"),
     ],
 )
 def test_parts_that_are_none(given: dict[str, Any], words: str, hint: str) -> None:
@@ -143,7 +143,7 @@ def runtime() -> Iterator[CdcRuntime]:
 def test_what_cannot_be_injected(runtime: CdcRuntime) -> None:
     given: list[Any] = ["x", {"id": 1}, None, runtime.poll()]
     for one in given:
-        refused(lambda o=one: runtime.enqueue(o), "neither a batch of a table nor an event", "batch.batches")  # type: ignore[misc] # bound
+        refused(lambda o=one: runtime.enqueue(o), "neither a change batch nor an event", "batch.batches")  # type: ignore[misc] # bound
     assert runtime.control.status().injected == 0
 
 

@@ -165,9 +165,9 @@ def test_half_of_a_change_of_key_is_refused_and_both_halves_keep_the_large_value
         changed(Operation.INSERT, person(2), moved_from={"id": 1}, unchanged=["mail"]),
     )
     for half in tuple(rows.events())[1:]:
-        with pytest.raises(ConfigError, match="half of a change of key"):
+        with pytest.raises(ConfigError, match="half of a key move"):
             runtime.enqueue(half)
-    with pytest.raises(ConfigError, match="half of a change of key"):
+    with pytest.raises(ConfigError, match="half of a key move"):
         runtime.enqueue(replace(rows, data=rows.data.slice(2, 1)))
     runtime.enqueue(rows)
     mirror = Mirror()

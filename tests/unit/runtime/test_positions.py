@@ -162,7 +162,7 @@ def test_a_checkpoint_of_another_kind_is_refused(saved: str, given: str) -> None
     position = KINDS[saved].count(Lsn(7))
     seed_checkpoint(store, "default", Checkpoint(source_type="mine", position=position))
     runtime = CdcRuntime(Counted(memory, KINDS[given]), store)
-    with pytest.raises(StateForeign, match="counts in positions that this source does not have") as caught:
+    with pytest.raises(StateForeign, match="positions of another kind than the source") as caught:
         runtime.start()
     assert caught.value.fields["found"] == position_type_of(position).value
     assert caught.value.fields["expected"] == position_type_of(KINDS[given].count(ZERO)).value
@@ -222,7 +222,7 @@ def test_a_change_log_refuses_positions_that_it_cannot_keep(tmp_path: Path) -> N
     memory = MemoryCapture()
     log = LogWriter(tmp_path / "log", memory.identity)
     runtime = CdcRuntime(Counted(memory, KINDS["mysql-binlog"]), LogSink(log))
-    with pytest.raises(ConfigError, match="a change log keeps PostgreSQL's positions"):
+    with pytest.raises(ConfigError, match="change log cannot keep positions"):
         runtime.start()
     assert log.commit == 0, "and nothing was written"
     log.close()

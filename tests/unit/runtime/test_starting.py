@@ -88,10 +88,10 @@ def test_a_table_that_is_missing_is_told_before_another_is_read(
 def test_a_folder_that_files_cannot_be_in_is_told_and_nobody_is_said_to_try_again(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     for folder in (tmp_path / "file", tmp_path / "file" / "out"):
-        with pytest.raises(SinkError, match="the folder cannot be used") as refused:
+        with pytest.raises(SinkError, match="folder cannot be used") as refused:
             JsonlSink(folder)
         assert not isinstance(refused.value, SinkUnready)
-        assert refused.value.hint == "Give one that this program may make and write to."
+        assert refused.value.hint == "Pass one that this program may create and write to."
 
 
 @pytest.mark.parametrize("given", [3, "0/7", {"position": "0/7"}], ids=str)

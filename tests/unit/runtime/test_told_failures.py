@@ -48,7 +48,7 @@ def test_a_poll_that_raises_whatever_it_be_is_a_stall_and_is_told(source: Memory
         health = runtime.health()
         assert health.verdict is Verdict.STALLED
         assert health.reason.startswith("unexpected ValueError in failing (test_told_failures.py:")
-        assert "Mend what has raised it" in health.remedy
+        assert "Fix the code that raised it" in health.remedy
     errors = told(heard, PollFailed)
     assert [type(error) for error in errors] == [RuntimeFailed, RuntimeFailed]
     assert errors[-1].__cause__ is raised.value
