@@ -141,7 +141,7 @@ def test_decimals_of_any_size_stand_beside_each_other(text: str, wanted: list[An
     "x > 1e99999999999999999999", "x > 1e999999999", "x < -1e-999999999", "matches(x, None)", "replace(x, 'a', None)",
 ])  # fmt: skip
 def test_what_is_not_of_the_language_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="an expression cannot be used"):
+    with pytest.raises(ConfigError, match="expression is invalid"):
         Expression(text)
 
 
@@ -160,5 +160,5 @@ def test_what_is_not_of_the_language_is_refused(text: str) -> None:
 )
 def test_like_is_compared_with_like(text: str) -> None:
     types = {"x": pa.int64(), "y": pa.string(), "d": pa.date32()}
-    with pytest.raises(ConfigError, match="an expression"):
+    with pytest.raises(ConfigError, match="expression (cannot be computed|names the column)"):
         Expression(text).result_type(types)

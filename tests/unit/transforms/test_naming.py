@@ -38,8 +38,8 @@ def test_most_rows_go_where_the_last_rule_without_a_condition_says() -> None:
     ((Route(to="lake.all"),), "two tables would become one"),
     ((Route(tables=("public.people",), to="public.orders"),), "two tables would become one"),
     ((GERMANS, Route(tables=("public.people",), to="de.people", when="country == 'AT'")), "to the same table"),
-    ((Outbox(tables=("public.people",)), Route(to="lake.{table}")), "by another rule, too"),
-    ((Outbox(tables=("x.outbox",), to="public.{type}"),), "a name that messages may go to"),
+    ((Outbox(tables=("public.people",)), Route(to="lake.{table}")), "sends an outbox's rows elsewhere"),
+    ((Outbox(tables=("x.outbox",), to="public.{type}"),), "a name that messages of an outbox may use"),
 ])  # fmt: skip
 def test_a_table_is_made_of_one_and_in_one_way(rules: tuple[Rule, ...], said: str) -> None:
     names = OutputTables(rules)

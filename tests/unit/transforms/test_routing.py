@@ -225,7 +225,7 @@ def test_a_delete_that_a_rule_has_failed_at_is_heard_of_though_deletes_go_unsaid
 
 
 def test_a_marker_that_is_there_already_is_refused() -> None:
-    with pytest.raises(RuleInvalid, match="there already"):
+    with pytest.raises(RuleInvalid, match="exists already"):
         plan_of(Unwrap(deletes="mark", marker="mail")).transformed_schema(PEOPLE)
 
 

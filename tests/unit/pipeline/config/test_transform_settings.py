@@ -38,7 +38,7 @@ def problem(tmp_path: Path, *rules: str) -> Problem:
 
 
 @pytest.mark.parametrize(("rule", "where", "message", "hint"), [
-    ("{do: maskk, columns: [a]}", "transforms.rules[1]", "has a `do` that is no rule", "mask, redact, null"),
+    ("{do: maskk, columns: [a]}", "transforms.rules[1]", "has an unknown `do`", "mask, redact, null"),
     ("{columns: [a]}", "transforms.rules[1]", "lacks `do`", "do: mask"),
     ("{do: mask, columns: [a], keep_lst: 4}", "transforms.rules[1].keep_lst", "is not a known key", "`keep_last`"),
     ("{do: mask}", "transforms.rules[1].columns", "is missing", "columns: [email]"),
@@ -62,10 +62,10 @@ def test_a_mistake_in_a_rule_is_reported_with_its_line(
     ("{do: exclude, columns: [a], when: a == 1}", "a column in all rows or in none"),
     ("{do: include, columns: [a], when: a == 1}", "a column in all rows or in none"),
     ("{do: rename, columns: {a: b}, when: a == 1}", "a column in all rows or in none"),
-    ("{do: decrypt, columns: [a], when: a == 1}", "cannot stay in a column of string"),
+    ("{do: decrypt, columns: [a], when: a == 1}", "do not fit a column of string"),
     ("{do: filter, where: 'a = 1'}", "it is not an expression"),
-    ("{do: mask, columns: [a], when: system('x')}", "there is no function `system`"),
-    ("{do: cast, columns: [a], to: varchar}", "`varchar` is no type"),
+    ("{do: mask, columns: [a], when: system('x')}", "`system` is not a function"),
+    ("{do: cast, columns: [a], to: varchar}", "`varchar` is not a type"),
     ("{do: outbox, tables: ['public.*']}", "does not name one table"),
     ("{do: outbox, tables: [public.outbox], to: a.b}", "all messages to one table"),
     ("{do: route, to: a.b}", "several tables into one"),
