@@ -160,5 +160,5 @@ def test_what_is_not_of_the_language_is_refused(text: str) -> None:
 )
 def test_like_is_compared_with_like(text: str) -> None:
     types = {"x": pa.int64(), "y": pa.string(), "d": pa.date32()}
-    with pytest.raises(ConfigError, match="expression (cannot be computed|names the column)"):
+    with pytest.raises(ConfigError, match=r"expression (cannot be computed|names the column)"):
         Expression(text).result_type(types)

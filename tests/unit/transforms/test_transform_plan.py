@@ -360,7 +360,8 @@ def picky(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 def test_a_function_of_the_users_makes_columns() -> None:
     rows = batch(changed(UPDATE, person(1, "a"), before=person(1, "b")), changed(UPDATE, person(2), unchanged=["mail"]))
-    found = plan_of(Function(columns=("mail",), function="tests.unit.transforms.test_plan:shout")).apply(rows).batches
+    rule = Function(columns=("mail",), function="tests.unit.transforms.test_transform_plan:shout")
+    found = plan_of(rule).apply(rows).batches
     assert values(found, "mail", "size") == [("A", 1), (None, None)]
     assert only(found)[0][change.BEFORE]["size"] == 1
     assert only(found)[1][change.UNCHANGED] == ["mail", "size"]

@@ -47,7 +47,7 @@ def test_a_poll_that_raises_whatever_it_be_is_a_stall_and_is_told(source: Memory
             runtime.poll()
         health = runtime.health()
         assert health.verdict is Verdict.STALLED
-        assert health.reason.startswith("unexpected ValueError in failing (test_told_failures.py:")
+        assert health.reason.startswith("unexpected ValueError in failing (test_reported_failures.py:")
         assert "Fix the code that raised it" in health.remedy
     errors = told(heard, PollFailed)
     assert [type(error) for error in errors] == [RuntimeFailed, RuntimeFailed]

@@ -14,7 +14,7 @@ from tailrace.transforms.output_tables import OutputTables
 from tailrace.transforms.rules import Mask, Outbox, Rename, Route, Rule, Transforms
 from tailrace.transforms.transform_plan import TransformPlan
 from tests.support.transforms import PEOPLE, batch, changed, person
-from tests.unit.transforms.test_routing import OUTBOX, message
+from tests.unit.transforms.steps.test_routes_step import OUTBOX, message
 
 GERMANS = Route(tables=("public.people",), to="de.{table}", when="country == 'DE'")
 
