@@ -1,4 +1,4 @@
-"""`shape=changelog`: the columns and the rules of Spark's own `changes` and of Delta's change feed."""
+"""Rows with `shape=changelog` have the columns and rules of Spark's `changes` and Delta's change data feed."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def row(key: int, n: int) -> dict[str, Any]:
     return {"id": key, **NOTHING, "n": n}
 
 
-def changed(key: int, was: int, n: int) -> Change:
-    return update(key, n=n, before=row(key, was))
+def changed(key: int, before: int, n: int) -> Change:
+    return update(key, n=n, before=row(key, before))
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_each_kind_of_change_is_told_with_whole_rows(diary: Diary, sealed: bool) -> None:
+def test_each_kind_of_change_has_whole_rows(diary: Diary, sealed: bool) -> None:
     diary.commit((FULL, [insert(1, n=10), insert(2, n=20)]))
     diary.commit((FULL, [changed(1, 10, 11), delete(2, n=20)]))
     diary.commit((FULL, [*move(1, 3, n=11)][:1]), (FULL, [insert(3, n=11)]))
@@ -65,11 +65,11 @@ def test_the_columns_are_the_tables_own_and_then_the_feeds(diary: Diary) -> None
 
 
 def test_columns_rows_and_rules_are_those_of_deltas_own_feed(diary: Diary, tmp_path: Path) -> None:
-    """The same three changes of a table, told by Delta's feed, each version of which is a commit of the log."""
-    delta, mine = str(tmp_path / "delta"), pa.schema(SHOP.row_fields())
-    first = pa.Table.from_pylist([row(1, 10), row(2, 20)], schema=mine)
+    """Delta's own feed has the same three changes of a table. Each of its versions is a commit of the log."""
+    delta, fields = str(tmp_path / "delta"), pa.schema(SHOP.row_fields())
+    first = pa.Table.from_pylist([row(1, 10), row(2, 20)], schema=fields)
     write_deltalake(delta, first, configuration={"delta.enableChangeDataFeed": "true"})
-    merged = pa.Table.from_pylist([row(1, 11), row(3, 30)], schema=mine)
+    merged = pa.Table.from_pylist([row(1, 11), row(3, 30)], schema=fields)
     merge = DeltaTable(delta).merge(merged, predicate="t.id = s.id", source_alias="s", target_alias="t")
     merge.when_matched_update_all().when_not_matched_insert_all().execute()
     DeltaTable(delta).delete("id = 2")
@@ -78,14 +78,14 @@ def test_columns_rows_and_rules_are_those_of_deltas_own_feed(diary: Diary, tmp_p
     diary.commit((FULL, [insert(1, n=10), insert(2, n=20)]))
     diary.commit((FULL, [changed(1, 10, 11), insert(3, n=30)]))
     diary.commit((FULL, [delete(2, n=20)]))
-    made = frame(diary.path, table="public.things", shape="changelog", maxRowsPerTrigger=1, rowsPerPartition=1)
-    assert made.fields.names == peer.schema.names
-    assert [_plain(field.type) for field in made.fields] == [_plain(field.type) for field in peer.schema]
-    batches = [rows for _, rows in steps(made)]
+    log_frame = frame(diary.path, table="public.things", shape="changelog", maxRowsPerTrigger=1, rowsPerPartition=1)
+    assert log_frame.fields.names == peer.schema.names
+    assert [_plain(field.type) for field in log_frame.fields] == [_plain(field.type) for field in peer.schema]
+    batches = [rows for _, rows in steps(log_frame)]
     assert [{item["_commit_version"] for item in rows} for rows in batches] == [{1}, {2}, {3}], "whole, and alone"
-    told = [item for rows in batches for item in rows]
-    assert _comparable(told, 1) == _comparable(peer.to_pylist(), 0)
-    for feed_of in (told, sorted(peer.to_pylist(), key=lambda item: item["_commit_version"])):
+    reported = [item for rows in batches for item in rows]
+    assert _comparable(reported, 1) == _comparable(peer.to_pylist(), 0)
+    for feed_of in (reported, sorted(peer.to_pylist(), key=lambda item: item["_commit_version"])):
         times = [item["_commit_timestamp"] for item in feed_of]
         assert times == sorted(times), "times never go back"
     for rows in batches:
@@ -93,7 +93,7 @@ def test_columns_rows_and_rules_are_those_of_deltas_own_feed(diary: Diary, tmp_p
 
 
 def _plain(kind: pa.DataType) -> str:
-    """Delta's reader has other Arrow types for the same of Delta's own: `string`, `long` and `timestamp`."""
+    """Return one name for a type: Delta's reader has other Arrow types for Delta's `string`, `long` and `timestamp`."""
     if pa.types.is_timestamp(kind):
         return "timestamp"
     return {"string_view": "string", "uint64": "int64"}.get(str(kind), str(kind))
@@ -140,7 +140,7 @@ def test_a_key_changes_at_most_once_in_a_version(diary: Diary) -> None:
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_feed_leads_from_state_to_state_whatever_happened(diary: Diary, sealed: bool) -> None:
+def test_a_feed_leads_from_state_to_state_after_random_changes(diary: Diary, sealed: bool) -> None:
     chance, state = random.Random(7), dict[int, int]()
     states: list[dict[int, int]] = []
     for _ in range(40):
@@ -159,19 +159,19 @@ def test_a_feed_leads_from_state_to_state_whatever_happened(diary: Diary, sealed
         states.append(dict(state))
     if sealed:
         seal(diary.path)
-    found = feed(diary, rowsPerPartition=20, maxRowsPerTrigger=50)
-    told: dict[int, int] = {}
-    for version, wanted in enumerate(states, start=1):
-        mine = [item for item in found if item[3] == version]
-        for kind, key, n, _ in mine:
+    reported = feed(diary, rowsPerPartition=20, maxRowsPerTrigger=50)
+    rebuilt: dict[int, int] = {}
+    for version, expected in enumerate(states, start=1):
+        of_version = [item for item in reported if item[3] == version]
+        for kind, key, n, _ in of_version:
             if kind in ("delete", "update_preimage"):
-                assert told.pop(key) == n
-        for kind, key, n, _ in mine:
+                assert rebuilt.pop(key) == n
+        for kind, key, n, _ in of_version:
             if kind in ("insert", "update_postimage"):
-                assert told.setdefault(key, n) is n
-        assert told == wanted
-        assert len({key for kind, key, *_ in mine if kind == "update_postimage"}) == sum(
-            kind == "update_preimage" for kind, *_ in mine
+                assert rebuilt.setdefault(key, n) is n
+        assert rebuilt == expected
+        assert len({key for kind, key, *_ in of_version if kind == "update_postimage"}) == sum(
+            kind == "update_preimage" for kind, *_ in of_version
         )
 
 
@@ -180,13 +180,13 @@ def test_a_key_may_be_a_list_of_dates_that_pythons_calendar_does_not_have(tmp_pa
     writer = LogWriter(tmp_path / "log", SOURCE)
     writer.append(window(0, 100, batch(days, insert([3_700_000], n=1), insert([None], n=2))))
     writer.close()
-    made = frame(writer.path, table="public.things", shape="changelog")
-    (part,) = LogPlanner(made).plan_parts(LogOffset(0), 1)
-    (found,) = read_part(made, part, made.fields)
-    assert found.column("n").to_pylist() == [1, 2]
+    log_frame = frame(writer.path, table="public.things", shape="changelog")
+    (part,) = LogPlanner(log_frame).plan_parts(LogOffset(0), 1)
+    (rows,) = read_part(log_frame, part, log_frame.fields)
+    assert rows.column("n").to_pylist() == [1, 2]
 
 
-def test_the_time_is_one_for_a_version_and_never_goes_back(diary: Diary) -> None:
+def test_a_version_has_one_time_which_never_decreases(diary: Diary) -> None:
     for at in (5_000_000, 3_000_000, 9_000_000):  # the source's clock
         diary.commit((FULL, [insert(1), insert(2)]), at=at)
     rows = stream(diary.path, table="public.things", shape="changelog")
@@ -195,7 +195,7 @@ def test_the_time_is_one_for_a_version_and_never_goes_back(diary: Diary) -> None
     assert len({(row["_commit_version"], row["_commit_timestamp"]) for row in rows}) == 3
 
 
-def test_rows_without_a_key_are_told_one_by_one(diary: Diary) -> None:
+def test_rows_without_a_key_are_reported_one_by_one(diary: Diary) -> None:
     diary.commit(
         (
             KEYLESS_OTHER,
@@ -222,14 +222,14 @@ def test_old_rows_that_are_not_sent_whole_are_refused(diary: Diary) -> None:
     with pytest.raises(SourceNotReady, match=r"ALTER TABLE public\.things REPLICA IDENTITY FULL"):
         frame(diary.path, table="public.things", shape="changelog")
     diary.commit((FULL, [insert(2)]))
-    made = frame(diary.path, table="public.things", shape="changelog")
+    log_frame = frame(diary.path, table="public.things", shape="changelog")
     with pytest.raises(SourceNotReady, match="Begin after the commit"):
-        steps(made)
+        steps(log_frame)
     assert feed(diary, startingPosition=2) == [("insert", 2, None, 2)]
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_what_cannot_be_told_is_refused_after_everything_before_it(diary: Diary, sealed: bool) -> None:
+def test_what_a_feed_cannot_represent_is_refused_after_everything_before_it(diary: Diary, sealed: bool) -> None:
     diary.commit((FULL, [insert(1)]))
     diary.commit((FULL, [insert(2)]))
     diary.commit((FULL, [insert(3), truncate()]))
@@ -237,28 +237,28 @@ def test_what_cannot_be_told_is_refused_after_everything_before_it(diary: Diary,
     diary.commit((FULL, [insert(5)]))
     if sealed:
         seal(diary.path)
-    made = frame(diary.path, table="public.things", shape="changelog")
-    view = LogPlanner(made)
-    assert view.next_end(LogOffset(0), 5, limited=True) == 2
-    assert [row["id"] for row in rows_of_parts(made, view.plan_parts(LogOffset(0), 2))] == [1, 2]
+    log_frame = frame(diary.path, table="public.things", shape="changelog")
+    planner = LogPlanner(log_frame)
+    assert planner.next_end(LogOffset(0), 5, limited=True) == 2
+    assert [row["id"] for row in rows_of_parts(log_frame, planner.plan_parts(LogOffset(0), 2))] == [1, 2]
     with pytest.raises(Unsupported, match=r"TRUNCATE.*commit=3"):
-        view.next_end(LogOffset(2), 5, limited=True)
+        planner.next_end(LogOffset(2), 5, limited=True)
     with pytest.raises(ValueUnfit, match=r"commit=4.*Begin after the commit"):
-        view.next_end(LogOffset(3), 5, limited=True)
+        planner.next_end(LogOffset(3), 5, limited=True)
     with pytest.raises(Unsupported):
-        view.plan_parts(LogOffset(0), 5)
-    assert view.next_end(LogOffset(4), 5, limited=True) == 5
+        planner.plan_parts(LogOffset(0), 5)
+    assert planner.next_end(LogOffset(4), 5, limited=True) == 5
     assert feed(diary, startingPosition=5) == [("insert", 5, None, 5)]
 
 
-def test_a_truncate_before_the_place_inside_a_commit_hinders_nobody(diary: Diary) -> None:
+def test_a_truncate_before_an_offset_inside_a_commit_is_ignored(diary: Diary) -> None:
     diary.commit((FULL, [truncate(), insert(1)]))
-    made = frame(diary.path, table="public.things", shape="changelog")
-    ((_, rows),) = steps(made, after=LogOffset(0, 1))
+    log_frame = frame(diary.path, table="public.things", shape="changelog")
+    ((_, rows),) = steps(log_frame, after=LogOffset(0, 1))
     assert [row["id"] for row in rows] == [1]
 
 
-def test_rows_are_told_by_the_key_they_had_when_they_were_written(diary: Diary) -> None:
+def test_rows_are_reported_by_the_key_they_had_when_written(diary: Diary) -> None:
     other = replace(FULL, key=("n",))
     diary.commit((FULL, [insert(1), insert(2)]), (other, [insert(3, n=3)]))
     diary.commit((other, [update(4, n=3, before=row(3, 3)), delete(4, n=3)]))
@@ -276,6 +276,6 @@ def test_rows_are_told_by_the_key_they_had_when_they_were_written(diary: Diary) 
 def test_a_commit_is_read_by_one_task(diary: Diary) -> None:
     diary.piece((FULL, [insert(key) for key in range(50)]))
     diary.finish((FULL, [insert(key) for key in range(50, 100)]))
-    view = LogPlanner(frame(diary.path, table="public.things", shape="changelog", rowsPerPartition=10))
-    assert len(view.plan_parts(LogOffset(0), 1)) == 1
+    planner = LogPlanner(frame(diary.path, table="public.things", shape="changelog", rowsPerPartition=10))
+    assert len(planner.plan_parts(LogOffset(0), 1)) == 1
     assert len(feed(diary, rowsPerPartition=10)) == 100

@@ -1,4 +1,4 @@
-"""Which connector a session gets, and what is said where there is none."""
+"""The connector that a session gets, and the error where there is none."""
 
 from __future__ import annotations
 
@@ -31,22 +31,26 @@ def test_a_spark_without_a_connector_is_refused_with_those_that_have_one(monkeyp
 
 
 @pytest.mark.parametrize("line", ["4.1", "4.2"])
-def test_the_connector_of_the_line_is_added_to_what_was_given(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_connector_of_the_spark_line_is_added_to_the_users_settings(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pyspark, "__version__", f"{line}.1")
-    given = {PACKAGES: "org.example:other:1", EXTENSIONS: "org.example.Extension", "spark.driver.memory": "2g"}
-    found = connector_settings(given)
-    assert found[PACKAGES] == f"org.example:other:1,{CONNECTORS[line]}"
+    configured = {PACKAGES: "org.example:other:1", EXTENSIONS: "org.example.Extension", "spark.driver.memory": "2g"}
+    settings = connector_settings(configured)
+    assert settings[PACKAGES] == f"org.example:other:1,{CONNECTORS[line]}"
     assert f"delta-spark_{line}_" in CONNECTORS[line]
-    assert found[EXTENSIONS] == "org.example.Extension,io.delta.sql.DeltaSparkSessionExtension"
-    assert found["spark.sql.catalog.spark_catalog"].endswith("DeltaCatalog")
-    assert found["spark.driver.memory"] == "2g"
+    assert settings[EXTENSIONS] == "org.example.Extension,io.delta.sql.DeltaSparkSessionExtension"
+    assert settings["spark.sql.catalog.spark_catalog"].endswith("DeltaCatalog")
+    assert settings["spark.driver.memory"] == "2g"
 
 
-@pytest.mark.parametrize("given", [{PACKAGES: "io.delta:delta-spark_9.9_2.13:1"}, {"spark.jars": "/x/delta-spark.jar"}])
-def test_a_connector_that_was_named_is_left_as_it_is(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "configured", [{PACKAGES: "io.delta:delta-spark_9.9_2.13:1"}, {"spark.jars": "/x/delta-spark.jar"}]
+)
+def test_a_connector_named_in_the_settings_is_kept(configured: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pyspark, "__version__", "9.9.0")
-    found = connector_settings(given)
-    assert found.get(PACKAGES) == given.get(PACKAGES)
+    settings = connector_settings(configured)
+    assert settings.get(PACKAGES) == configured.get(PACKAGES)
 
 
 FOLDER = Catalog(kind="hadoop", root=Path("/lake"))
@@ -64,14 +68,14 @@ def test_a_spark_without_an_iceberg_connector_is_refused_with_those_that_have_on
     assert "pyspark==4.1.*" in refused.value.hint
 
 
-def test_the_iceberg_connector_comes_with_the_driver_of_its_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_iceberg_connector_is_added_with_the_driver_of_its_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pyspark, "__version__", "4.1.4")
     assert iceberg_settings({}, FOLDER)[PACKAGES] == ICEBERG_CONNECTORS["4.1"]
     connector, driver = iceberg_settings({}, DATABASE)[PACKAGES].split(",")
     assert (connector, driver.startswith("org.postgresql:")) == (ICEBERG_CONNECTORS["4.1"], True)
-    given = {"spark.jars": "/x/iceberg-spark-runtime.jar,/x/postgresql.jar"}
-    assert PACKAGES not in iceberg_settings(given, DATABASE)
-    assert iceberg_settings(given, DATABASE)[EXTENSIONS].endswith("IcebergSparkSessionExtensions")
+    configured = {"spark.jars": "/x/iceberg-spark-runtime.jar,/x/postgresql.jar"}
+    assert PACKAGES not in iceberg_settings(configured, DATABASE)
+    assert iceberg_settings(configured, DATABASE)[EXTENSIONS].endswith("IcebergSparkSessionExtensions")
 
 
 def test_secrets_of_a_catalog_are_not_shown_by_spark(monkeypatch: pytest.MonkeyPatch) -> None:

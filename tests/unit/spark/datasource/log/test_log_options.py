@@ -1,4 +1,4 @@
-"""Options of `format("cdc")` over a change log: what cannot be meant is said, with the next step."""
+"""Options of `format("cdc")` over a change log: an invalid one is refused, with the next step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ ONE = {"log": "/log", "table": "public.t"}
 IN_STORE = {"log": "s3://bucket/log", "table": "public.t"}
 
 
-def test_what_is_not_said_has_a_default() -> None:
+def test_an_option_left_out_has_a_default() -> None:
     options = LogOptions.parse(ONE)
     assert (options.row_format, options.start, options.end) == (RowFormat.TYPED, "earliest", "latest")
     assert (options.rows_max, options.bytes_max, options.consumer, options.url) == (None, None, None, None)
     assert LogOptions.parse({"log": "/log", "tables": "public.*"}).row_format is RowFormat.ENVELOPE
 
 
-def test_a_log_is_named_by_its_whole_path_for_tasks_have_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_log_path_becomes_absolute_because_tasks_have_another_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir("/")
     assert LogOptions.parse({**ONE, "log": "a/log"}).log == "/a/log"
 
@@ -49,18 +51,18 @@ def test_a_log_is_named_by_an_option_by_load_or_by_the_checkpoint(options: dict[
     assert LogOptions.parse({"table": "public.t", **options}).log == log
 
 
-def test_where_the_store_of_a_log_is_goes_with_the_options() -> None:
-    given = {**ONE, "log": "s3://bucket/log", "logEndpoint": "http://minio:9000", "logRegion": "eu-west-1"}
-    options = pickle.loads(pickle.dumps(LogOptions.parse(given)))
+def test_endpoint_and_region_of_a_log_are_pickled_with_the_options() -> None:
+    written = {**ONE, "log": "s3://bucket/log", "logEndpoint": "http://minio:9000", "logRegion": "eu-west-1"}
+    options = pickle.loads(pickle.dumps(LogOptions.parse(written)))
     assert isinstance(options.log_path, ObjectPath)
     assert str(options.log_path) == "s3://bucket/log"
     assert options.log_path.options == (("endpoint", "http://minio:9000"), ("region", "eu-west-1"))
-    assert is_log_read(given)
+    assert is_log_read(written)
     assert LogOptions.parse(ONE).log_path == Path("/log")
 
 
 @pytest.mark.parametrize(
-    ("text", "point"),
+    ("text", "expected"),
     [
         ("earliest", "earliest"), ("LATEST", "latest"), ("42", 42), ("16/B374D848", Lsn.parse("16/B374D848")),
         ("2026-11-16T12:00:00Z", datetime(2026, 11, 16, 12, tzinfo=UTC)),
@@ -68,9 +70,9 @@ def test_where_the_store_of_a_log_is_goes_with_the_options() -> None:
         ("2026-11-16", datetime(2026, 11, 16, tzinfo=UTC)),
     ],
 )  # fmt: skip
-def test_a_place_is_a_word_a_commit_a_position_or_a_time(text: str, point: object) -> None:
-    assert LogOptions.parse({**ONE, "startingPosition": text}).start == point
-    assert LogOptions.parse({**ONE, "endingPosition": text}).end == point
+def test_a_start_or_end_is_a_word_a_commit_a_position_or_a_time(text: str, expected: object) -> None:
+    assert LogOptions.parse({**ONE, "startingPosition": text}).start == expected
+    assert LogOptions.parse({**ONE, "endingPosition": text}).end == expected
 
 
 def test_tables_are_named_or_matched() -> None:
@@ -82,7 +84,7 @@ def test_tables_are_named_or_matched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"table": "public.t", "shape": "typed"}, "the option `log` is missing"),
         ({**ONE, "path": "/other"}, "the option `log` names another log than `load(…)` does"),
@@ -122,23 +124,23 @@ def test_tables_are_named_or_matched() -> None:
         ({**ONE, "url": "host=x password=secret"}, "the option `url` is not a URL of PostgreSQL"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant_is_refused(options: dict[str, str], said: str) -> None:
+def test_an_invalid_option_is_refused(options: dict[str, str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         LogOptions.parse(options)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     assert caught.value.hint
     assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["maxRowsPerTrigger", "maxBytesPerTrigger", "consumer", "onSchemaChange"])
-def test_what_is_for_streams_is_not_for_reads(name: str) -> None:
+def test_an_option_for_streams_is_refused_by_reads(name: str) -> None:
     options = LogOptions.parse({**ONE, name: {"consumer": "c", "onSchemaChange": "stop"}.get(name, "1")})
     options.refuse_for_stream()
     with pytest.raises(ConfigError, match=f"`{name}` is for streams"):
         options.refuse_for_read()
 
 
-def test_an_end_is_for_reads_and_not_for_streams() -> None:
+def test_an_ending_position_is_refused_by_streams() -> None:
     options = LogOptions.parse({**ONE, "endingPosition": "latest"})
     options.refuse_for_read()
     with pytest.raises(ConfigError, match="`endingPosition` is for reads"):
@@ -146,7 +148,7 @@ def test_an_end_is_for_reads_and_not_for_streams() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"logs": "/log", "table": "public.t"}, "the option `logs` is not known | Did you mean `log`?"),
         ({"logg": "/log", "table": "public.t"}, "Did you mean `log`?"),
@@ -160,14 +162,14 @@ def test_an_end_is_for_reads_and_not_for_streams() -> None:
         ({"url": "postgresql://x"}, "the option `table` is missing"),
     ],
 )
-def test_what_may_be_meant_of_a_table_and_of_a_log_is_said(options: dict[str, str], said: str) -> None:
+def test_a_refused_read_names_the_options_of_a_table_and_of_a_log(options: dict[str, str], expected: str) -> None:
     assert not is_log_read(options)
     with pytest.raises(ConfigError) as caught:
         ReadOptions.parse(options)
-    assert said in f"{caught.value.message} | {caught.value.hint}"
+    assert expected in f"{caught.value.message} | {caught.value.hint}"
 
 
-def test_a_table_of_a_database_is_told_from_a_log() -> None:
+def test_a_read_of_a_database_table_is_distinguished_from_a_log() -> None:
     assert not is_log_read({"url": "postgresql://x", "table": "public.t", "where": "true", "maxPartitions": "1"})
     assert is_log_read({"url": "postgresql://x", "table": "public.t", "startingPosition": "latest"})
     assert is_log_read(ONE)

@@ -1,4 +1,4 @@
-"""Tables that got another name: a row is of the table by whose name it was written."""
+"""A row of a renamed table belongs to the name under which it was written."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.support.frames import Rows, frame, rows_of_parts, steps, stream
 from tests.support.logs import OTHER, WIDER, Diary, inserts, seal
 
 THINGS = {"table": "public.things"}
-AWAY = replace(SHOP, table=TableId("public", "things_old"))
-CAME = replace(OTHER, table=SHOP.table)
-"""Two tables are swapped: `things` is `things_old` now, and `other` is `things`."""
+RENAMED = replace(SHOP, table=TableId("public", "things_old"))
+RENAMED_OTHER = replace(OTHER, table=SHOP.table)
+"""Two tables are swapped: `things` becomes `things_old`, and `other` becomes `things`."""
 
 
 def ids(rows: Rows) -> list[int]:
@@ -29,26 +29,26 @@ def ids(rows: Rows) -> list[int]:
 
 
 def ranged(log: LogPath, **options: object) -> list[int]:
-    made = frame(log, **options)
-    parts = LogBatchReader(made, from_arrow_schema(made.fields)).partitions()
-    return ids(rows_of_parts(made, [part.value for part in parts]))
+    log_frame = frame(log, **options)
+    parts = LogBatchReader(log_frame, from_arrow_schema(log_frame.fields)).partitions()
+    return ids(rows_of_parts(log_frame, [part.value for part in parts]))
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-@pytest.mark.parametrize("what", [THINGS, {**THINGS, "shape": "envelope"}, {"tables": "public.things"}])
-def test_rows_under_another_name_are_another_tables_and_that_is_said_once(
-    diary: Diary, what: dict[str, str], sealed: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("selection", [THINGS, {**THINGS, "shape": "envelope"}, {"tables": "public.things"}])
+def test_rows_under_another_name_belong_to_another_table_with_one_warning(
+    diary: Diary, selection: dict[str, str], sealed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     diary.commit(inserts(1))
-    diary.commit(inserts(2), inserts(3, schema=AWAY))
-    diary.commit((AWAY, [truncate()]))
+    diary.commit(inserts(2), inserts(3, schema=RENAMED))
+    diary.commit((RENAMED, [truncate()]))
     if sealed:
         seal(diary.path)
     with caplog.at_level(logging.WARNING):
-        (_, rows), *more = steps(frame(diary.path, **what))
+        (_, rows), *more = steps(frame(diary.path, **selection))
     assert (len(rows), more) == (2, [])
-    (said,) = caplog.records
-    assert said.getMessage() == (
+    (record,) = caplog.records
+    assert record.getMessage() == (
         "table public.things is called public.things_old from commit 2 on: changes after that are not requested"
     )
     assert len(stream(diary.path, table="public.things_old")) == 2
@@ -56,30 +56,30 @@ def test_rows_under_another_name_are_another_tables_and_that_is_said_once(
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_name_that_goes_to_another_table_ends_a_stream_after_everything_before(diary: Diary, sealed: bool) -> None:
+def test_a_name_that_moves_to_another_table_ends_a_stream_after_everything_before(diary: Diary, sealed: bool) -> None:
     diary.commit(inserts(1), inserts(70, 71, schema=OTHER))
     diary.commit(inserts(2))
-    made = frame(diary.path, **THINGS)
-    view = LogPlanner(made)
-    diary.commit(inserts(3, schema=AWAY))
-    diary.commit(inserts(72, schema=CAME), (AWAY, [truncate()]))
-    diary.commit(inserts(73, schema=CAME), inserts(4, schema=AWAY))
+    log_frame = frame(diary.path, **THINGS)
+    planner = LogPlanner(log_frame)
+    diary.commit(inserts(3, schema=RENAMED))
+    diary.commit(inserts(72, schema=RENAMED_OTHER), (RENAMED, [truncate()]))
+    diary.commit(inserts(73, schema=RENAMED_OTHER), inserts(4, schema=RENAMED))
     if sealed:
         seal(diary.path)
-    assert view.next_end(LogOffset(0), 5, limited=True) == 2
-    assert ids(rows_of_parts(made, view.plan_parts(LogOffset(0), 2))) == [1, 2]
-    for broken in (lambda: view.next_end(LogOffset(2), 5, limited=True), lambda: view.plan_parts(LogOffset(0), 5)):
+    assert planner.next_end(LogOffset(0), 5, limited=True) == 2
+    assert ids(rows_of_parts(log_frame, planner.plan_parts(LogOffset(0), 2))) == [1, 2]
+    for step in (lambda: planner.next_end(LogOffset(2), 5, limited=True), lambda: planner.plan_parts(LogOffset(0), 5)):
         with pytest.raises(LogGap, match=r"another table has this name now.*commit=4.*`startingPosition` 5"):
-            broken()
-    assert ids(stream(diary.path, **THINGS, startingPosition=5)) == [73], "what the error says is possible"
+            step()
+    assert ids(stream(diary.path, **THINGS, startingPosition=5)) == [73], "the start that the error names"
     assert ranged(diary.path, **THINGS, endingPosition=3) == [1, 2]
     with pytest.raises(LogGap):
         ranged(diary.path, **THINGS)
 
 
-def test_a_pattern_takes_what_was_written_under_its_names(diary: Diary, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pattern_selects_rows_written_under_its_names(diary: Diary, caplog: pytest.LogCaptureFixture) -> None:
     diary.commit(inserts(1), inserts(70, schema=OTHER))
-    diary.commit(inserts(2, schema=AWAY), inserts(71, schema=CAME))
+    diary.commit(inserts(2, schema=RENAMED), inserts(71, schema=RENAMED_OTHER))
     with caplog.at_level(logging.WARNING):
         assert len(stream(diary.path, tables="public.thing[s]")) == 2
     assert sorted(record.getMessage().rpartition(": ")[2] for record in caplog.records) == [
@@ -88,16 +88,16 @@ def test_a_pattern_takes_what_was_written_under_its_names(diary: Diary, caplog: 
     ]
 
 
-def test_a_table_that_only_came_by_its_name_is_read_from_then_on(diary: Diary) -> None:
+def test_a_table_renamed_to_the_requested_name_is_read_from_then_on(diary: Diary) -> None:
     diary.commit(inserts(70, schema=OTHER))
-    diary.commit(inserts(71, schema=CAME))
+    diary.commit(inserts(71, schema=RENAMED_OTHER))
     assert ids(stream(diary.path, **THINGS)) == [71]
 
 
-def test_other_names_give_no_columns_and_hinder_nobody(diary: Diary) -> None:
+def test_other_names_add_no_columns_and_no_errors(diary: Diary) -> None:
     full = replace(SHOP, identity=Identity.FULL)
     diary.commit((full, [insert(1, n=1)]))
-    diary.commit((replace(WIDER, table=AWAY.table), [truncate(), insert(2, added=True)]))
+    diary.commit((replace(WIDER, table=RENAMED.table), [truncate(), insert(2, added=True)]))
     assert "added" not in frame(diary.path, **THINGS).fields.names
     assert ids(stream(diary.path, **THINGS)) == [1]
     assert ids(stream(diary.path, **THINGS, shape="changelog")) == [1]

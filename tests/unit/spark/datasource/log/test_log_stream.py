@@ -1,4 +1,4 @@
-"""What Spark asks of a stream, in the orders it asks: offsets, what is acknowledged, and what is refused."""
+"""The calls of Spark to a stream, in the orders that occur: offsets, acknowledgement and refusals."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ALL = ReadAllAvailable()
 
 
 def reader(diary: Diary, capture: Any = None, **options: object) -> LogStreamReader:
-    made = frame(diary.path, **({"table": "public.things"} if "tables" not in options else {}), **options)
-    return LogStreamReader(made, spark_schema(made.fields), capture)
+    log_frame = frame(diary.path, **({"table": "public.things"} if "tables" not in options else {}), **options)
+    return LogStreamReader(log_frame, spark_schema(log_frame.fields), capture)
 
 
 def ids(stream: LogStream, start: Offset, end: Offset) -> list[int]:
@@ -44,8 +44,8 @@ def ids(stream: LogStream, start: Offset, end: Offset) -> list[int]:
 
 
 def hold(diary: Diary) -> RetentionHold:
-    (found,) = read_holds(diary.path)
-    return found
+    (only_hold,) = read_holds(diary.path)
+    return only_hold
 
 
 def test_an_offset_is_a_commit_and_the_logs_id(diary: Diary) -> None:
@@ -90,7 +90,7 @@ def test_available_now_ends_with_what_was_there_when_it_began(diary: Diary) -> N
     assert seen == [[0, 1], [2, 3]]
 
 
-def test_what_is_acknowledged_is_the_start_and_never_more(diary: Diary) -> None:
+def test_only_the_start_of_a_micro_batch_is_acknowledged(diary: Diary) -> None:
     stream = reader(diary_with(diary, 3), maxRowsPerTrigger=1, consumer="mine")
     start = stream.initialOffset()
     assert hold(diary).commit == 0
@@ -109,7 +109,7 @@ def test_what_is_acknowledged_is_the_start_and_never_more(diary: Diary) -> None:
     assert hold(diary).commit == 2
 
 
-def test_commits_that_bring_nothing_are_acknowledged_too(diary: Diary) -> None:
+def test_commits_without_requested_rows_are_acknowledged_too(diary: Diary) -> None:
     stream = reader(diary_with(diary, 1), consumer="mine")
     end = stream.latestOffset(stream.initialOffset(), ALL)
     diary.commit(inserts(1, schema=OTHER))
@@ -118,7 +118,7 @@ def test_commits_that_bring_nothing_are_acknowledged_too(diary: Diary) -> None:
     assert hold(diary).commit == 2
 
 
-def test_a_query_that_ends_by_itself_has_its_place_noted(diary: Diary) -> None:
+def test_an_available_now_query_stores_its_offset(diary: Diary) -> None:
     stream = reader(diary_with(diary, 1), consumer="mine")
     stream.prepareForTriggerAvailableNow()
     end = stream.latestOffset(stream.initialOffset(), ALL)
@@ -126,7 +126,7 @@ def test_a_query_that_ends_by_itself_has_its_place_noted(diary: Diary) -> None:
     assert hold(diary).commit == 1
 
 
-def test_one_name_is_for_one_table(diary: Diary) -> None:
+def test_a_consumer_name_is_for_one_table(diary: Diary) -> None:
     diary.commit(inserts(1), inserts(1, schema=OTHER))
     reader(diary, consumer="mine").initialOffset()
     with pytest.raises(ConfigError, match="this consumer reads another table"):
@@ -141,11 +141,11 @@ def test_one_name_is_for_one_table(diary: Diary) -> None:
         ({"maxRowsPerTrigger": 5, "maxBytesPerTrigger": 5}, ReadMaxRows(5)),
     ],
 )  # fmt: skip
-def test_spark_is_told_of_a_limit(diary: Diary, options: dict[str, object], limit: ReadLimit) -> None:
+def test_spark_gets_the_limit_of_the_options(diary: Diary, options: dict[str, object], limit: ReadLimit) -> None:
     assert reader(diary_with(diary, 1), **options).getDefaultReadLimit() == limit
 
 
-def test_asked_for_everything_no_limit_holds(diary: Diary) -> None:
+def test_no_limit_applies_when_spark_asks_for_all(diary: Diary) -> None:
     stream = reader(diary_with(diary, 5), maxRowsPerTrigger=1)
     assert stream.latestOffset(stream.initialOffset(), ALL)["commit"] == 5
 
@@ -158,15 +158,15 @@ def test_a_checkpoint_of_another_log_or_of_a_later_state_is_refused(diary: Diary
         stream.partitions({"log": diary.writer.log_id, "commit": 1}, {"log": diary.writer.log_id, "commit": 2})
 
 
-def test_a_log_in_a_store_is_not_looked_at_whenever_spark_asks() -> None:
+def test_a_log_in_a_store_is_not_read_at_every_question_of_spark() -> None:
     diary = Diary(ObjectPath.parse(f"memory://{uuid.uuid4().hex}/log"))
     stream = reader(diary_with(diary, 2), consumer="nightly")
     start = stream.initialOffset()
     end = stream.latestOffset(start, ALL)
     assert ids(stream, start, end) == [0, 1]
-    began = time.monotonic()
+    started = time.monotonic()
     assert [stream.latestOffset(end, ALL) for _ in range(4)] == [end] * 4
-    assert time.monotonic() - began >= 0.3, "each look is paid for"
+    assert time.monotonic() - started >= 0.3, "each look at a store costs money"
     diary.commit(inserts(2))
     assert ids(stream, end, stream.latestOffset(end, ALL)) == [2]
     stream.stop()
@@ -183,13 +183,15 @@ def test_a_table_that_never_changed_is_streamed_from_its_first_change_on(diary: 
     diary.commit(inserts(7))
     log = ChangeLog.open(diary.path)
     log.schemas.load()
-    (held,) = read_holds(diary.path, log.schemas.numbers_named)
-    assert held.needs(log.table_numbers("public.things")[0], last_seq=2, last_commit=2), "the log waits for it"
+    (retention,) = read_holds(diary.path, log.schemas.numbers_named)
+    assert retention.needs(log.table_numbers("public.things")[0], last_seq=2, last_commit=2), (
+        "the log keeps rows for it"
+    )
     assert ids(stream, start, stream.latestOffset(start, ALL)) == [7]
 
 
-class Noted:
-    """A capture that notes what is asked of it."""
+class RecordingCapture:
+    """A capture that records the calls to it."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -207,8 +209,8 @@ class Noted:
         self.asked.append("stop")
 
 
-def test_a_capture_is_started_before_the_log_is_opened_and_looked_after(diary: Diary) -> None:
-    capture = Noted()
+def test_a_capture_is_started_before_the_log_is_opened_then_checked_and_stopped(diary: Diary) -> None:
+    capture = RecordingCapture()
     stream = reader(diary_with(diary, 1), capture)
     assert capture.asked == [], "Spark makes readers in several processes"
     start = stream.initialOffset()
@@ -219,65 +221,63 @@ def test_a_capture_is_started_before_the_log_is_opened_and_looked_after(diary: D
     assert hold(diary).name == "spark"
 
 
-@pytest.mark.parametrize("asked", ["latest", str(Lsn(2 * STEP))])
-def test_where_a_stream_begins_is_asked_of_a_log_that_has_all_from_before_its_start(diary: Diary, asked: str) -> None:
-    class Late(Noted):
+@pytest.mark.parametrize("position", ["latest", str(Lsn(2 * STEP))])
+def test_a_start_is_resolved_in_a_log_that_has_caught_up(diary: Diary, position: str) -> None:
+    class Late(RecordingCapture):
         def catch_up(self) -> None:
             super().catch_up()
             diary.commit(inserts(2))  # committed at the source while nobody captured
 
     capture = Late()
-    stream = reader(diary_with(diary, 1), capture, startingPosition=asked)
+    stream = reader(diary_with(diary, 1), capture, startingPosition=position)
     start = stream.initialOffset()
     diary.commit(inserts(3))
     assert ids(stream, start, stream.latestOffset(start, ALL)) == [3]
     assert capture.asked == ["start", "catch up", "check"]
 
 
-@pytest.mark.parametrize("asked", ["2020-01-01T00:00:00Z", "2099-01-01T00:00:00Z", "16/B374D848", "7"])
-def test_a_log_that_is_yet_to_be_made_has_no_past_and_nothing_is_captured_for_who_asks_for_it(
-    tmp_path: Path, asked: str
-) -> None:
+@pytest.mark.parametrize("position", ["2020-01-01T00:00:00Z", "2099-01-01T00:00:00Z", "16/B374D848", "7"])
+def test_a_start_in_the_past_of_a_new_log_is_refused_before_anything_is_captured(tmp_path: Path, position: str) -> None:
     options = {"log": str(tmp_path / "log"), "url": "postgresql://x@127.0.0.1:1/none", "tables": "*"}
-    made = resolve_frame(LogOptions.parse({**options, "startingPosition": asked}))
-    for ask in ("initialOffset", "prepareForTriggerAvailableNow"):
-        capture = Noted()
-        stream = LogStreamReader(made, spark_schema(made.fields), capture)
+    log_frame = resolve_frame(LogOptions.parse({**options, "startingPosition": position}))
+    for method in ("initialOffset", "prepareForTriggerAvailableNow"):
+        capture = RecordingCapture()
+        stream = LogStreamReader(log_frame, spark_schema(log_frame.fields), capture)
         with pytest.raises(ConfigError, match=r"the log is new.*read the table as a whole"):
-            getattr(stream, ask)()
+            getattr(stream, method)()
         assert capture.asked == []
 
 
-def test_for_a_checkpoint_of_another_log_or_of_none_nothing_is_captured(diary: Diary, tmp_path: Path) -> None:
-    there, capture = {"log": "another", "commit": 1}, Noted()
+def test_nothing_is_captured_for_a_checkpoint_of_another_or_a_missing_log(diary: Diary, tmp_path: Path) -> None:
+    offset, capture = {"log": "another", "commit": 1}, RecordingCapture()
     stream = reader(diary_with(diary, 1), capture)
     with pytest.raises(LogForeign, match="to another log"):
-        stream.latestOffset(there, ALL)
-    made = resolve_frame(
+        stream.latestOffset(offset, ALL)
+    log_frame = resolve_frame(
         LogOptions.parse({"log": str(tmp_path / "log"), "url": "postgresql://x@127.0.0.1:1/x", "tables": "*"})
     )
-    stream = LogStreamReader(made, spark_schema(made.fields), capture)
+    stream = LogStreamReader(log_frame, spark_schema(log_frame.fields), capture)
     with pytest.raises(LogForeign, match="is not here"):
-        stream.partitions(there, there)
+        stream.partitions(offset, offset)
     assert capture.asked == []
 
 
 # Spark 4.1, which does not say where it is.
 
 
-def plain(diary: Diary, capture: Any = None, **options: object) -> Spark41StreamReader:
-    made = frame(diary.path, table="public.things", **options)
-    return Spark41StreamReader(made, spark_schema(made.fields), capture)
+def reader_41(diary: Diary, capture: Any = None, **options: object) -> Spark41StreamReader:
+    log_frame = frame(diary.path, table="public.things", **options)
+    return Spark41StreamReader(log_frame, spark_schema(log_frame.fields), capture)
 
 
 def test_a_spark_that_does_not_say_where_it_is_gets_every_row_once(diary: Diary) -> None:
-    stream = plain(diary_with(diary, 2), consumer="mine")
+    stream = reader_41(diary_with(diary, 2), consumer="mine")
     start = stream.initialOffset()
     first = stream.latestOffset()
     assert stream.latestOffset() == first, "asked again before it has planned"
     assert ids(stream, start, first) == [0, 1]
     diary.commit(inserts(5, schema=OTHER))
-    assert stream.latestOffset() == first, "with nothing of ours, the same"
+    assert stream.latestOffset() == first, "without requested rows, the same"
     stream.stop()
     assert hold(diary).commit == 3
     diary.commit(inserts(2))
@@ -285,27 +285,25 @@ def test_a_spark_that_does_not_say_where_it_is_gets_every_row_once(diary: Diary)
     assert ids(stream, first, second) == [2]
 
 
-def test_after_a_restart_it_goes_to_the_newest_row_and_comes_from_where_spark_says(diary: Diary) -> None:
-    first = plain(diary_with(diary, 3)).latestOffset()
+def test_after_a_restart_the_first_batch_goes_from_sparks_offset_to_the_newest_row(diary: Diary) -> None:
+    first = reader_41(diary_with(diary, 3)).latestOffset()
     diary.commit(inserts(3))
     diary.commit(inserts(9, schema=OTHER))
-    again = plain(diary, consumer="mine")
+    again = reader_41(diary, consumer="mine")
     end = again.latestOffset()
     assert (first["commit"], end["commit"]) == (3, 4)
     assert ids(again, first, end) == [3]
     assert hold(diary).commit == 3, "what lies before is done"
     assert again.latestOffset() == end
     again.stop()
-    quiet = plain(diary, consumer="mine")
+    quiet = reader_41(diary, consumer="mine")
     assert quiet.latestOffset() == end, "with nothing since, no micro-batch"
-    assert hold(diary).commit == 5, "and the place stays, seen once more"
+    assert hold(diary).commit == 5, "and the offset stays the same"
 
 
 @pytest.mark.parametrize("consumer", [{}, {"consumer": "mine"}])
-def test_after_a_restart_rows_that_were_read_and_are_gone_do_not_lead_it_back(
-    diary: Diary, consumer: dict[str, str]
-) -> None:
-    stream = plain(diary_with(diary, 3), **consumer)
+def test_after_a_restart_trimmed_rows_do_not_take_the_stream_back(diary: Diary, consumer: dict[str, str]) -> None:
+    stream = reader_41(diary_with(diary, 3), **consumer)
     start = stream.initialOffset()
     end = stream.latestOffset()
     assert ids(stream, start, end) == [0, 1, 2]
@@ -316,7 +314,7 @@ def test_after_a_restart_rows_that_were_read_and_are_gone_do_not_lead_it_back(
     with Sealer(diary.path) as sealer:
         trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     diary.commit(inserts(9, schema=OTHER))
-    again = plain(diary, **consumer)
+    again = reader_41(diary, **consumer)
     assert again.latestOffset() == end, "no micro-batch"
     diary.commit(inserts(3))
     newest = again.latestOffset()
@@ -324,24 +322,24 @@ def test_after_a_restart_rows_that_were_read_and_are_gone_do_not_lead_it_back(
     assert again.latestOffset() == newest
 
 
-def test_a_micro_batch_that_leads_back_is_empty_and_does_not_move_it(diary: Diary) -> None:
-    stream = plain(diary_with(diary, 3))
+def test_a_micro_batch_backwards_is_empty_and_moves_nothing(diary: Diary) -> None:
+    stream = reader_41(diary_with(diary, 3))
     ahead, behind = ({"log": diary.writer.log_id, "commit": commit} for commit in (3, 1))
     assert stream.partitions(ahead, behind) == []
     assert stream.latestOffset() == ahead
 
 
-def test_without_a_word_of_available_now_what_was_there_is_captured_before_the_first_step(diary: Diary) -> None:
-    capture = Noted()
-    stream = plain(diary_with(diary, 1), capture)
+def test_without_available_now_the_capture_catches_up_before_the_first_batch(diary: Diary) -> None:
+    capture = RecordingCapture()
+    stream = reader_41(diary_with(diary, 1), capture)
     stream.initialOffset()
     stream.latestOffset()
     stream.latestOffset()
     assert capture.asked == ["start", "catch up", "check", "check"]
 
 
-def test_a_shape_that_came_later_ends_it_after_everything_before(diary: Diary) -> None:
-    stream = plain(diary_with(diary, 1))
+def test_a_later_schema_ends_a_stream_after_everything_before(diary: Diary) -> None:
+    stream = reader_41(diary_with(diary, 1))
     start = stream.initialOffset()
     diary.commit((WIDER, [insert(2, added=True)]))
     end = stream.latestOffset()

@@ -1,4 +1,4 @@
-"""`tables`: each name means one table, whatever is in it, and a pattern never mixes up schema and table."""
+"""Each name in `tables` means one table, and a pattern never mixes up schema and table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TABLES = (DOT_IN_SCHEMA, DOT_IN_NAME, ODD, TableId("a", "b"), TableId("public", 
 
 
 @pytest.mark.parametrize(
-    ("text", "taken"),
+    ("text", "expected"),
     [
         ('"a.b"."c"', [DOT_IN_SCHEMA]), ('"a.b".c', [DOT_IN_SCHEMA]), ('a."b.c"', [DOT_IN_NAME]),
         ('"a.b".*', [DOT_IN_SCHEMA]), ("a.*", [DOT_IN_NAME, TableId("a", "b")]), ("a[.]b.*", [DOT_IN_SCHEMA]),
@@ -25,20 +25,20 @@ TABLES = (DOT_IN_SCHEMA, DOT_IN_NAME, ODD, TableId("a", "b"), TableId("public", 
         ('"x, y [1] ""z"""."*.?"', [ODD]),
     ],
 )  # fmt: skip
-def test_what_is_in_quotes_is_taken_as_it_is_and_dots_divide(text: str, taken: list[TableId]) -> None:
+def test_quoted_parts_are_literal_and_a_dot_separates_schema_and_table(text: str, expected: list[TableId]) -> None:
     patterns = parse_table_patterns("tables", text)
-    assert [table for table in TABLES if any(pattern.matches(table) for pattern in patterns)] == taken
+    assert [table for table in TABLES if any(pattern.matches(table) for pattern in patterns)] == expected
     source = stream_settings("postgresql://x/y", "/log", tuple(pattern.to_setting for pattern in patterns)).source
-    assert [table for table in TABLES if matches(source, table)] == taken, "a capture takes the same"
+    assert [table for table in TABLES if matches(source, table)] == expected, "a capture matches the same tables"
     named = {pattern.table for pattern in patterns} - {None}
-    assert [table for table in TABLES if names_table(source, table)] == [table for table in taken if table in named]
+    assert [table for table in TABLES if names_table(source, table)] == [table for table in expected if table in named]
 
 
 @pytest.mark.parametrize(
     "text",
     ["a.b.c", '"a.b.c"', "orders", "public*", "public.", ".t", "", "public.t,", 'a."b', 'a."b"c', "a[b.c", 'a.""'],
 )
-def test_what_could_mean_several_or_none_is_refused_with_an_example(text: str) -> None:
+def test_an_ambiguous_or_empty_name_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="the option `tables` has") as caught:
         parse_table_patterns("tables", text)
     assert "public.orders, sales.*; `*` is all" in caught.value.hint
@@ -47,5 +47,5 @@ def test_what_could_mean_several_or_none_is_refused_with_an_example(text: str) -
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_a_name_that_an_error_gives_can_be_given_back(table: TableId) -> None:
+def test_a_name_from_an_error_can_be_used_as_an_option(table: TableId) -> None:
     assert parse_table_patterns("tables", format_table_name(table)) == (TablePattern.of(table),)

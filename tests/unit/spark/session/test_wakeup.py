@@ -1,4 +1,4 @@
-"""The socket that wakes the work, heard by a plain listener in Spark's place."""
+"""The socket that wakes the work, read by a plain listener in Spark's place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS_MAX = 240.0
 
 
 class Listener:
-    """What Spark's source does: connect, and read lines."""
+    """Does what Spark's source does: it connects, and reads lines."""
 
     def __init__(self, server: WakeSource) -> None:
         self._connection = socket.create_connection(server._server.getsockname(), timeout=SECONDS_MAX)
@@ -46,12 +46,12 @@ class Listener:
 
 
 @pytest.fixture
-def speaking(diary: Diary, tmp_path: Path) -> Iterator[WakeSource]:
-    lives = TableRegistry(ChangeLog.open(diary.path), LakeLayout(root=tmp_path))
-    stopping, made = threading.Event(), WakeSource(lambda done: lives.next_batch_end(done).end, 0)
-    thread = threading.Thread(target=made.serve, args=(stopping,))
+def wake_source(diary: Diary, tmp_path: Path) -> Iterator[WakeSource]:
+    tables = TableRegistry(ChangeLog.open(diary.path), LakeLayout(root=tmp_path))
+    stopping, source = threading.Event(), WakeSource(lambda done: tables.next_batch_end(done).end, 0)
+    thread = threading.Thread(target=source.serve, args=(stopping,))
     thread.start()
-    yield made
+    yield source
     stopping.set()
     thread.join(SECONDS_MAX)
     assert not thread.is_alive()
@@ -62,45 +62,45 @@ def write(diary: Diary, commits: int) -> None:
         diary.commit(inserts(number))
 
 
-def test_it_says_how_far_the_log_has_grown_and_waits_for_an_answer(diary: Diary, speaking: WakeSource) -> None:
-    listener = Listener(speaking)
+def test_one_number_at_a_time_says_how_far_the_log_has_grown(diary: Diary, wake_source: WakeSource) -> None:
+    listener = Listener(wake_source)
     assert listener.hears_nothing(), "there is no commit yet"
     write(diary, 3)
     assert listener.hear() in (1, 2, 3)
-    assert speaking.announced_commit() in (1, 2, 3)
+    assert wake_source.announced_commit() in (1, 2, 3)
     assert listener.hears_nothing(), "one at a time"
-    speaking.acknowledge(1)
-    assert speaking.answered_commit == 1
+    wake_source.acknowledge(1)
+    assert wake_source.answered_commit == 1
     assert eventually(lambda: not listener.hears_nothing())
     assert listener.hear() == 3
-    speaking.acknowledge(3)
-    assert speaking.announced_commit() is None, "what was answered is not asked for again"
+    wake_source.acknowledge(3)
+    assert wake_source.announced_commit() is None, "an acknowledged number is not announced again"
     assert listener.hears_nothing()
     listener.hang_up()
 
 
-def test_a_query_that_comes_anew_is_told_what_the_last_one_did_not_answer(diary: Diary, speaking: WakeSource) -> None:
+def test_a_restarted_query_gets_the_number_that_was_not_acknowledged(diary: Diary, wake_source: WakeSource) -> None:
     write(diary, 2)
-    first = Listener(speaking)
+    first = Listener(wake_source)
     assert first.hear() == 2
     first.hang_up()
-    second = Listener(speaking)
+    second = Listener(wake_source)
     assert second.hear() == 2
-    speaking.acknowledge(2)
+    wake_source.acknowledge(2)
     second.hang_up()
-    third = Listener(speaking)
+    third = Listener(wake_source)
     assert third.hears_nothing()
     third.hang_up()
 
 
 def test_a_number_covers_a_bounded_count_of_rows(
-    diary: Diary, speaking: WakeSource, monkeypatch: pytest.MonkeyPatch
+    diary: Diary, wake_source: WakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "ROWS_PER_BATCH_MAX", 2)
     write(diary, 5)
-    listener, heard = Listener(speaking), list[int]()
+    listener, heard = Listener(wake_source), list[int]()
     while not heard or heard[-1] < 5:
         heard.append(listener.hear())
-        speaking.acknowledge(heard[-1])
+        wake_source.acknowledge(heard[-1])
     assert heard == [2, 4, 5]
     listener.hang_up()

@@ -19,7 +19,7 @@ VARIABLES = ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "SPARK_LOCAL_IP")
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # monkeypatch then restores it
         monkeypatch.delenv(name)
     monkeypatch.setattr(cluster, "_USER_PYTHON", None)
 
@@ -32,8 +32,8 @@ def test_on_this_machine_nothing_listens_to_others_and_a_task_is_tried_once(mast
     place_environment(master, tmp_path, {})
     assert os.environ["SPARK_LOCAL_IP"] == "127.0.0.1"
     program = Path(os.environ["PYSPARK_PYTHON"])
-    said = subprocess.run([program, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True)
-    assert (program.parent, said.stdout.strip()) == (tmp_path, sys.executable)
+    result = subprocess.run([program, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True)
+    assert (program.parent, result.stdout.strip()) == (tmp_path, sys.executable)
 
 
 @pytest.mark.parametrize("master", [REMOTE, "yarn", "k8s://https://example.com", "local-cluster[2,1,1024]"])
@@ -53,7 +53,7 @@ def test_workers_on_other_machines_can_reach_the_driver_and_those_on_this_one_ne
     assert placed_settings("local-cluster[2,1,1024]")["spark.driver.host"] == "127.0.0.1"
 
 
-def test_the_python_of_a_cluster_is_the_one_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_a_cluster_is_the_one_in_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_USER_PYTHON", "/opt/there/bin/python")
     place_environment(REMOTE, tmp_path, {})
     assert os.environ["PYSPARK_PYTHON"] == "/opt/there/bin/python"

@@ -1,4 +1,4 @@
-"""Rows as VARIANT values: what Spark's own reader makes of the bytes is what was put in."""
+"""Rows as VARIANT values: Spark's own reader returns the values that were encoded."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ COLUMNS: dict[str, tuple[list[Any], pa.DataType]] = {
 }
 
 
-def read(found: pa.StructArray) -> list[Any]:
+def read(rows: pa.StructArray) -> list[Any]:
     with localcontext(prec=38):
         return [
-            None if row is None else VariantUtils.to_python(row["value"], row["metadata"]) for row in found.to_pylist()
+            None if row is None else VariantUtils.to_python(row["value"], row["metadata"]) for row in rows.to_pylist()
         ]
 
 
 @pytest.mark.parametrize("begin", [0, 1], ids=["whole", "slice"])
 def test_every_type_is_read_back(begin: int) -> None:
     arrays = [pa.array(values, kind)[begin:] for values, kind in COLUMNS.values()]
-    wanted = [{name: values[place] for name, (values, _) in COLUMNS.items()} for place in range(begin, 3)]
-    assert read(objects(list(COLUMNS), arrays)) == wanted
+    expected = [{name: values[i] for name, (values, _) in COLUMNS.items()} for i in range(begin, 3)]
+    assert read(objects(list(COLUMNS), arrays)) == expected
 
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 1600])
 def test_any_number_of_columns_fits(count: int) -> None:
-    names = [f"column {place}" for place in range(count)]
-    found = objects(names, [pa.array([place]) for place in range(count)])
-    assert read(found) == [{name: place for place, name in enumerate(names)}]
+    names = [f"column {i}" for i in range(count)]
+    rows = objects(names, [pa.array([i]) for i in range(count)])
+    assert read(rows) == [{name: i for i, name in enumerate(names)}]
 
 
-def test_a_row_that_is_missing_is_null() -> None:
+def test_a_missing_row_is_null() -> None:
     assert read(objects(["a"], [pa.array([1, 2])], pa.array([True, False]))) == [None, {"a": 2}]
 
 
-def test_a_row_that_is_too_large_is_refused_and_not_told() -> None:
+def test_a_row_too_large_for_variant_is_refused() -> None:
     with pytest.raises(ValueUnfit, match="`table` instead of `tables`"):
         objects(["a"], [pa.array(["x" * (VALUE_BYTES_MAX + 1)])])
