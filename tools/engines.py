@@ -27,9 +27,10 @@ SPARK_TESTS = (
     "tests/integration/test_spark_engine.py", "tests/integration/test_spark_driver.py",
     "tests/integration/test_delta_table.py",
     "tests/integration/test_spark_modes.py", "tests/contract/test_table_forms.py",
-    "tests/unit/tables/test_refresh.py", "tests/unit/tables/test_evolving.py", "tests/unit/spark/test_folding.py",
-    "tests/unit/spark/test_folding_forms.py", "tests/unit/spark/test_setting_aside.py",
-    "tests/unit/spark/test_late_letters.py",
+    "tests/unit/tables/test_merge_load.py", "tests/unit/tables/evolve/test_schema_plan.py",
+    "tests/unit/tasks/test_fold_files.py",
+    "tests/unit/tasks/test_fold_files_by_mode.py", "tests/unit/tasks/test_apply_with_dead_letters.py",
+    "tests/unit/tasks/test_keyless_replay.py",
     "tests/integration/test_spark_features.py", "tests/integration/test_delivery.py",
     "tests/integration/test_table_readers.py", "tests/integration/test_spark_big.py",
     "tests/contract/test_partitions.py", "tests/contract/test_delta_partitions.py",
@@ -43,10 +44,11 @@ SPARK_41_TESTS = ("tests/integration/test_spark_engine.py", "tests/contract/test
 ICEBERG_TESTS = (
     "tests/integration/test_iceberg_table.py", "tests/integration/test_iceberg_pipeline.py",
     "tests/integration/test_iceberg_letters.py", "tests/integration/test_iceberg_rebuild.py",
-    "tests/unit/spark/test_setting_aside.py", "tests/unit/spark/test_late_letters.py",
+    "tests/unit/tasks/test_apply_with_dead_letters.py", "tests/unit/tasks/test_keyless_replay.py",
     "tests/integration/test_delta_table.py", "tests/contract/test_table_forms.py", "tests/contract/test_partitions.py",
-    "tests/unit/tables/test_refresh.py", "tests/unit/tables/test_evolving.py", "tests/integration/test_delivery.py",
-    "tests/unit/spark/test_folding.py", "tests/unit/spark/test_folding_forms.py",
+    "tests/unit/tables/test_merge_load.py", "tests/unit/tables/evolve/test_schema_plan.py",
+    "tests/integration/test_delivery.py",
+    "tests/unit/tasks/test_fold_files.py", "tests/unit/tasks/test_fold_files_by_mode.py",
     "tests/crash/test_kill_the_connector.py",
 )  # fmt: skip
 CONNECT_TESTS = ("tests/integration/test_connect.py", "tests/integration/test_declarative.py")
@@ -55,7 +57,8 @@ DOOR_TESTS = ("tests/integration/test_stream_format.py", "tests/integration/test
 PLAIN_WRITER = "delta-rs"
 FEATURES = "deletion_vectors column_mapping"
 FEATURED = (
-    "tests/unit/tables/test_evolving.py", "tests/unit/tables/test_refresh.py", "tests/integration/test_delivery.py",
+    "tests/unit/tables/evolve/test_schema_plan.py", "tests/unit/tables/test_merge_load.py",
+    "tests/integration/test_delivery.py",
     "tests/integration/test_evolution.py::test_after_an_alter_and_no_row_more",
     "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter", "tests/contract/test_table_forms.py",
     "tests/contract/test_partitions.py", "tests/contract/test_delta_partitions.py",

@@ -14,7 +14,7 @@ from deltalake import DeltaTable
 
 from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.points.ledger import ConsistentPoint, Ledger
-from tests.support.loads import Scene, life
+from tests.support.loads import Scene, managed_table
 from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute
 from tests.support.transfers import ACCOUNTS, ALL_MONEY, MADE, transfers
 
@@ -56,13 +56,13 @@ def test_a_table_that_is_worked_on_is_missing_and_is_there_again_though_nothing_
 ) -> None:
     execute(database, *MADE)
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
-        scene.note_point(applying)
+        scene.record_point(applying)
         before = Ledger(tmp_path / "changes").at()
-        left = life(applying, "left_accounts")
+        left = managed_table(applying, "left_accounts")
         with left.lock:
             execute(database, "UPDATE right_accounts SET money = 0 WHERE id = 1")
             scene.wait_for_capture()
-            right = life(applying, "right_accounts")
+            right = managed_table(applying, "right_accounts")
             assert eventually(lambda: not applying.registry.pending(right, applying.registry.refresh_index()))
             assert eventually(lambda: build_point(applying.registry, applying.registry.refresh_index()) is not None)
             applying._bring_tables_to(applying.registry.refresh_index())
@@ -94,15 +94,15 @@ def test_just_after_a_load_the_time_is_the_sources_whatever_our_own_clock_says(
     monkeypatch.setattr(time, "time_ns", lambda: ahead)
     begun = server_time()
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
-        scene.note_point(applying)
+        scene.record_point(applying)
         loaded = Ledger(tmp_path / "changes").at()
         assert begun <= loaded.time <= server_time()
         execute(database, "UPDATE left_accounts SET money = 0 WHERE id = 1")
-        scene.note_point(applying)
+        scene.record_point(applying)
         changed = Ledger(tmp_path / "changes").at()
         assert loaded.time < changed.time <= server_time()
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
-        scene.note_point(applying)
+        scene.record_point(applying)
         assert Ledger(tmp_path / "changes").at().time == changed.time, "nothing has been committed since"
 
 
@@ -115,7 +115,7 @@ def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) 
             points = []
             for number in (1, 2):
                 execute(database, f"UPDATE left_accounts SET money = 0 WHERE id = {number}")
-                scene.note_point(applying)
+                scene.record_point(applying)
                 points.append(json.loads(scene.pipeline.ask("at", "--json").stdout))
         assert scene.pipeline.ask("evolve", "--dry-run").stdout.splitlines()[2:] == ["public.z z: nothing to do"]
     first, second = points

@@ -27,7 +27,7 @@ from tailrace.pipeline.points.ledger import Ledger
 from tailrace.spark.session.java import find_java
 from tailrace.spark.session.session import Jvm
 from tests.support import typecases
-from tests.support.loads import Scene, life
+from tests.support.loads import Scene, managed_table
 from tests.support.pipelines import execute
 from tests.support.transfers import ALL_MONEY, MADE, TABLES, transfers
 
@@ -423,13 +423,13 @@ def test_no_point_that_the_helper_reads_sees_money_appear_or_vanish(
     execute(database, *MADE)
     ledger = Ledger(tmp_path / "changes")
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
-        scene.note_point(applying)
+        scene.record_point(applying)
         applying.by_hand = True
         with transfers(database) as stopping:
             deadline, number = time.monotonic() + GONE_SECONDS_MAX, 0
             while number < 6 * POINTS_READ or (not enough(ledger) and time.monotonic() < deadline):
                 number += 1
-                busy = life(applying, TABLES[number % 2]).lock if number % 3 == 2 else nullcontext()
+                busy = managed_table(applying, TABLES[number % 2]).lock if number % 3 == 2 else nullcontext()
                 with busy:  # as if the table's files were being joined
                     applying._bring_tables_to(applying.registry.refresh_index())
                 stopping.wait(0.05)
@@ -452,10 +452,10 @@ def test_tables_of_a_pipeline_are_read_as_of_one_point(spark: SparkSession, data
         "INSERT INTO p VALUES (1, 'a/b %', '2026-01-02 03:04:05.000006'), (2, NULL, NULL)",
     )
     rule = 'rules: {"public.p": {partition_by: [region, at]}}'
-    with Scene(tmp_path, database).tables_are(rule) as scene, scene.loader() as applying:
+    with Scene(tmp_path, database).set_tables(rule) as scene, scene.loader() as applying:
         for statement in ("UPDATE a SET id = 2", "DELETE FROM b", "ALTER TABLE a ADD c text DEFAULT 'x'"):
             execute(database, statement)
-            scene.note_point(applying)
+            scene.record_point(applying)
     first = next(Ledger(tmp_path / "changes").points())
     before = tailrace.tables_at(spark, scene.pipeline.file, position=str(first.position))
     after = tailrace.tables_at(spark, scene.pipeline.file)

@@ -11,6 +11,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
+from tests.unit.tables.test_partition_files import assert_removed_as_added
 
 from tailrace.errors import TableUnusable, ValueUnfit
 from tailrace.model.schema import Column
@@ -25,7 +26,6 @@ from tailrace.tables.spec import TableMode, TableSpec
 from tests.support.changes import COMPOSITE, KEYLESS, SHOP, KeylessModel, delete, insert, move, truncate, update
 from tests.support.engines import only_spark, open_table, session
 from tests.support.forms import Account, Formed, again, ordered, pieces, stored, story, tx
-from tests.unit.tables.test_partitions import assert_taken_out_as_put_in
 
 pytestmark = only_spark
 
@@ -105,7 +105,7 @@ def assert_put_right(table: Formed, turns: list[Any]) -> None:
         table.table = engine
         again(table, [{"shop": 7, "code": f"c{number}", "name": NAMES[3]}], f"again{number}", 2000)
         assert read(table.folder) == table.content()
-    assert_taken_out_as_put_in(table.folder, table.form.partition_by)
+    assert_removed_as_added(table.folder, table.form.partition_by)
 
 
 def test_tables_without_a_key_are_gone_on_with(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_tables_without_a_key_are_gone_on_with(tmp_path: Path) -> None:
         table.table = turns[turn]
         table.apply(tx(1, truncate(), insert({"a": turn}, b="é")))
         assert read(path) == table.content() == [{"a": turn, "b": "é"}]
-    assert_taken_out_as_put_in(path, form.partition_by)
+    assert_removed_as_added(path, form.partition_by)
 
 
 def test_tables_with_features_are_partitioned_too(tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ def test_a_date_that_pythons_calendar_does_not_have_is_shown_as_its_text(call: A
     far = pa.array([3_700_000], pa.int32()).view(pa.date32())
     data = data.set_column(data.schema.get_field_index("day"), "day", far)
     rows = ChangeBatch(schema=shape, data=data).with_all_columns()
-    cause = ValueUnfit("a value cannot be that of a partition", table=THINGS, hint="Mend it.")
+    cause = ValueUnfit("a value cannot be a partition value", table=THINGS, hint="Mend it.")
     DeadLetterStore(quiet.settings.log.path, THINGS).write(
-        shape, quiet.cursor.seq, pa.table(rows), [cause], [], there=True
+        shape, quiet.applied_position.seq, pa.table(rows), [cause], [], already_applied=True
     )
     assert call("list")[0] == ExitCode.OK
     letter = json.loads(call("list", "--payload", "--json")[1])["letters"][-1]
@@ -165,7 +165,7 @@ def test_a_pipeline_without_letters_says_so(tmp_path: Path, capsys: pytest.Captu
 def test_letters_that_no_key_can_be_asked_for_are_tried_as_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = Quiet(tmp_path / "changes", on_bad_row="dead-letter", form="mode: append")
+    made = Quiet(tmp_path / "changes", on_bad_row="dead-letter", spec="mode: append")
     made.load([])
     made.commit(update(1, unfit=("n",)))
     made.apply()
@@ -174,14 +174,14 @@ def test_letters_that_no_key_can_be_asked_for_are_tried_as_they_are(
     assert DeadLetterStore(made.settings.log.path, THINGS).replay_requested_at is not None
     main(["dead-letters", str(made.file), "list", "--json"])
     (letter,) = json.loads(capsys.readouterr().out)["letters"]
-    assert ("a change of its own" in letter["hint"], letter["passed"]) == (True, False)
+    assert ("adds a new change" in letter["hint"], letter["passed"]) == (True, False)
     assert "dead-letters FILE replay TABLE" in letter["hint"]
 
 
 def test_a_version_that_its_row_has_gone_on_from_cannot_be_tried_again_and_that_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = Quiet(tmp_path / "versions", on_bad_row="dead-letter", form="mode: history")
+    made = Quiet(tmp_path / "versions", on_bad_row="dead-letter", spec="mode: history")
     made.load([{"id": 1, "n": 0}])
     made.commit(update(1, unfit=("n",)), update(1, n=2))
     made.apply()

@@ -338,7 +338,7 @@ def test_no_part_can_be_read_again_of_a_table_that_keeps_every_version(
     settings: PipelineSettings, seeds: LoadStore
 ) -> None:
     keeping = settings.model_copy(update={"tables": settings.tables.model_copy(update={"mode": "history"})})
-    with pytest.raises(Unsupported, match="`mode: history` cannot be read again"):
+    with pytest.raises(Unsupported, match="`mode: history` cannot be reloaded"):
         load_requests.request_loads(keeping, ["public.customers"], where="id > 5")
     assert records(settings) == []
     (told,) = load_requests.request_loads(keeping, ["public.customers"], mode=LoadMode.REFRESH).tables

@@ -83,7 +83,7 @@ def test_a_table_that_others_changed_is_as_it_was_and_goes_on(quiet: Quiet, call
     wreck(quiet)
     found = rebuilt(call)
     assert (found["base"], found["base_version"], found["changes"], found["rows"]) == ("version", 4, 0, 3)
-    assert (quiet.rows(), quiet.cursor.position) == (whole, quiet.diary.writer.position)
+    assert (quiet.rows(), quiet.applied_position.position) == (whole, quiet.diary.writer.position)
     quiet.commit(update(5, unchanged=BIG, n=6))
     assert quiet.apply()[-1].error is None
     assert (quiet.ns(), quiet.rows()[5]["big"]) == ({1: 1, 4: 44, 5: 6}, "x" * 50)
@@ -112,7 +112,7 @@ def test_what_the_log_has_since_comes_too(quiet: Quiet, call: Any) -> None:
 
 @pytest.mark.parametrize("form", ["mode: history", "mode: append", "soft_delete: true, metadata: [_seq, _tx]"])
 def test_a_table_of_any_form_is_what_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
-    made = Quiet(tmp_path, form=form)
+    made = Quiet(tmp_path, spec=form)
     made.load([{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in (1, 2, 3)])
     for rows in ([update(1, unchanged=BIG, n=1)], [insert(4, n=4), delete(2)], [*move(3, 5, unchanged=BIG, n=5)]):
         made.commit(*rows)
@@ -129,9 +129,9 @@ def test_a_table_of_another_form_is_refused_and_what_a_load_would_replace_is_sai
     quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, soft_delete: true"))
     code, _, err = call("public.things")
     assert code == ExitCode.TABLE
-    assert "the table was made in another form than the settings ask for" in err
+    assert "the table was made with another table spec than the settings ask for" in err
     assert "made=mirror, asked=mirror, soft delete" in err
-    assert "Set it back as it was, or have all that the table holds replaced" in err, "a load takes the past with it"
+    assert "Restore the previous settings" in err, "a load takes the past with it"
     code, _, err = call("public.things", "--from-version", "2")
     assert (code, "it was made as mirror" in err) == (ExitCode.CONFIG, True)
 
@@ -148,7 +148,7 @@ def test_a_table_of_an_earlier_position_goes_on_from_there(quiet: Quiet, call: A
     now = quiet.rows()
     found = rebuilt(call, "--to", str(Lsn(position.value - 100)))
     assert (found["base_version"], found["changes"], quiet.ns()) == (3, 0, {1: 1, 4: 4, 5: 5})
-    assert quiet.cursor.position == Lsn(position.value - 100)
+    assert quiet.applied_position.position == Lsn(position.value - 100)
     quiet.apply()
     assert quiet.rows() == now
 
@@ -156,9 +156,9 @@ def test_a_table_of_an_earlier_position_goes_on_from_there(quiet: Quiet, call: A
 def test_a_position_inside_a_commit_takes_the_transactions_up_to_it(quiet: Quiet, call: Any) -> None:
     first, second = quiet.commit_two([update(4, n=100)], [update(4, n=200), insert(8)])
     rebuilt(call, "--to", str(first))
-    assert (quiet.ns(), quiet.cursor.position) == ({1: 1, 4: 100, 5: 5}, first)
+    assert (quiet.ns(), quiet.applied_position.position) == ({1: 1, 4: 100, 5: 5}, first)
     quiet.apply()
-    assert (quiet.ns(), quiet.cursor.position) == ({1: 1, 4: 200, 5: 5, 8: None}, second)
+    assert (quiet.ns(), quiet.applied_position.position) == ({1: 1, 4: 200, 5: 5, 8: None}, second)
 
 
 def test_a_position_inside_what_is_sealed_is_exact(quiet: Quiet, call: Any) -> None:
@@ -168,7 +168,7 @@ def test_a_position_inside_what_is_sealed_is_exact(quiet: Quiet, call: Any) -> N
         sealer.merge_seals()
     found = rebuilt(call, "--to", str(positions[2]))
     expected = {1: 1002, 4: 44, 5: 5, 100: 0, 101: 1, 102: 2}
-    assert (found["changes"], quiet.ns(), quiet.cursor.position) == (6, expected, positions[2])
+    assert (found["changes"], quiet.ns(), quiet.applied_position.position) == (6, expected, positions[2])
     quiet.apply()
     assert quiet.ns() == expected | {1: 1005, 103: 3, 104: 4, 105: 5}
 
@@ -194,7 +194,7 @@ def test_a_position_before_what_the_source_had_discarded_is_reached(quiet: Quiet
     assert refused_at(quiet, call, quiet.diary.writer.position)
     assert refused_at(quiet, call, Lsn(position.value + 1))
     rebuilt(call, "--to", str(position))
-    assert (quiet.ns(), quiet.cursor.position) == ({1: 1, 4: 44, 5: 5}, position)
+    assert (quiet.ns(), quiet.applied_position.position) == ({1: 1, 4: 44, 5: 5}, position)
 
 
 def test_a_table_that_was_out_of_the_publication_is_not_rebuilt_while_nobody_knows_since_when(
@@ -239,21 +239,21 @@ def land(quiet: Quiet, passed: Lsn) -> None:
     seeds.record_commit("abc", passed)
     shape = quiet.table.schema()
     assert shape is not None
-    quiet.table.load(shape, [], replace(quiet.cursor, load="abc"))
+    quiet.table.load(shape, [], replace(quiet.applied_position, load="abc"))
 
 
 def test_a_load_that_is_still_replayed_is_no_base(quiet: Quiet, call: Any) -> None:
-    land(quiet, Lsn(quiet.cursor.position.value + 100))
+    land(quiet, Lsn(quiet.applied_position.position.value + 100))
     assert rebuilt(call)["base_version"] == 4
     code, _, err = call("public.things", "--from-version", "5")
     assert (code, "some of its rows are newer than others" in err) == (ExitCode.CONFIG, True)
 
 
 def test_a_landed_load_is_named_as_the_base(quiet: Quiet, call: Any) -> None:
-    land(quiet, quiet.cursor.position)
+    land(quiet, quiet.applied_position.position)
     found = rebuilt(call)
     assert (found["base"], found["base_version"], found["rows"]) == ("load", 5, 0)
-    assert quiet.cursor.load == "abc"
+    assert quiet.applied_position.load == "abc"
 
 
 def test_without_the_changes_it_refuses_and_names_the_remedy(quiet: Quiet, call: Any) -> None:
@@ -330,7 +330,7 @@ MENDED = [{"id": 1, "n": 1}, {"id": 2, "n": 22}, {"id": 3, "n": 0}]
 
 def test_a_load_that_has_cleared_the_letters_is_a_base_at_once(lettered: Quiet) -> None:
     before = lettered.table.version()
-    lettered.load_anew(MENDED, "anew")
+    lettered.reload(MENDED, "anew")
     arguments = ["rebuild", str(lettered.file), "public.things"]
     assert main(arguments) == ExitCode.OK
     assert lettered.ns() == {1: 1, 2: 22, 3: 0}
@@ -346,7 +346,7 @@ def test_a_position_before_a_load_that_cleared_letters_is_refused(lettered: Quie
     lacking = lettered.commit(update(3, n=3))
     lettered.apply()
     lettered.commit(update(1, n=1))
-    lettered.load_anew([*MENDED[:2], {"id": 3, "n": 3}], "anew")
+    lettered.reload([*MENDED[:2], {"id": 3, "n": 3}], "anew")
     lettered.commit(insert(9, n=9))
     lettered.apply()
     assert main(["rebuild", str(lettered.file), "public.things", "--to", str(lacking)]) == ExitCode.LOG
@@ -354,11 +354,11 @@ def test_a_position_before_a_load_that_cleared_letters_is_refused(lettered: Quie
 
 
 def test_the_version_just_before_a_letter_was_delivered_is_no_base(lettered: Quiet) -> None:
-    before, here = lettered.table.version(), lettered.cursor
+    before, here = lettered.table.version(), lettered.applied_position
     letters = DeadLetterStore(lettered.settings.log.path, THINGS)
     row = pa.Table.from_pylist([{"id": 2, "n": 22}], pa.schema(SHOP.row_fields()))
     put = lettered.table.upsert_rows(SHOP, row, here).version
-    letters.write(SHOP, here.seq, SHOP.change_schema().empty_table(), [], [2], there=True, version=put)
+    letters.write(SHOP, here.seq, SHOP.change_schema().empty_table(), [], [2], already_applied=True, version=put)
     letters.remove_closed(here.seq)
     arguments = ["rebuild", str(lettered.file), "public.things"]
     assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG, "it has the same `_seq`"
@@ -405,7 +405,7 @@ def test_the_table_of_another_pipeline_is_left_alone_and_no_load_is_advised_that
     before = sorted(path.name for path in lake.rglob("*"))
     code, out, err = call("public.things")
     assert (code, out) == (ExitCode.TABLE, "")
-    assert "a table that this change log did not make already stands here" in err
+    assert "the folder holds a table that this change log did not make" in err
     assert "hint: Move it away" in err
     assert sorted(path.name for path in lake.rglob("*")) == before
 
@@ -447,25 +447,25 @@ def test_killed_anywhere_the_table_is_whole(quiet: Quiet, call: Any, tmp_path: P
 
 def test_a_table_that_is_only_loaded_stays_where_its_version_was(quiet: Quiet, call: Any) -> None:
     quiet.commit(insert(9, n=9))
-    before = quiet.rows(), quiet.cursor
+    before = quiet.rows(), quiet.applied_position
     settings = quiet.file.read_text()
     quiet.file.write_text(f"{settings}load: {{mode: initial_only}}\n")
     found = rebuilt(call)
-    assert (found["changes"], quiet.rows(), quiet.cursor) == (0, *before)
+    assert (found["changes"], quiet.rows(), quiet.applied_position) == (0, *before)
     quiet.file.write_text(settings)
     quiet.apply()
     assert 9 in quiet.ns(), "what it does not hold it does not say that it holds"
 
 
 def test_a_position_before_a_change_of_shape_gives_the_shape_of_then(tmp_path: Path) -> None:
-    quiet = Quiet(tmp_path / "reshaped", form="evolution: {drop: apply}")
+    quiet = Quiet(tmp_path / "reshaped", spec="evolution: {drop: apply}")
     quiet.load([{"id": key, "name": f"n{key}"} for key in (1, 2)], FULL)
     before = quiet.commit(update(1, name="kept", n=1), schema=FULL)
     quiet.apply()
     quiet.commit(update(2, n=2), schema=NARROW)
     quiet.apply()
     assert "name" not in quiet.rows()[1]
-    newest = quiet.cursor.position
+    newest = quiet.applied_position.position
     arguments = ["rebuild", str(quiet.file), "public.things", "--to"]
     assert main([*arguments, str(before)]) == ExitCode.OK
     assert {key: row["name"] for key, row in quiet.rows().items()} == {1: "kept", 2: "n2"}

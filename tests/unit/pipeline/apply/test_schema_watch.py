@@ -37,12 +37,12 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quiet:
     monkeypatch.setattr(schema_watch, "LOOK_SECONDS", 0.0)
     made = Quiet(tmp_path)
     made.diary.commit()
-    made.load_anew([{"id": 1, "n": 1}], "first")
+    made.reload([{"id": 1, "n": 1}], "first")
     return made
 
 
 def watched(quiet: Quiet) -> tuple[TableRegistry, ManagedTable, SchemaWatch]:
-    registry = quiet.lives()
+    registry = quiet.registry()
     managed = registry.add(SHOP.table)
     watch = SchemaWatch(cast(PostgresCapture, Unaltered()), registry)
     watch.run_if_due()
@@ -53,7 +53,7 @@ def publish_again(quiet: Quiet) -> None:
     """The table was not published for a while."""
     path, tables = quiet.settings.log.path, [(SHOP.table, SHOP.relation or 0)]
     confirm_tables(path, tables, Lsn(1))
-    announce_tables(path, tables, Lsn(quiet.cursor.position.value + 50))
+    announce_tables(path, tables, Lsn(quiet.applied_position.position.value + 50))
 
 
 def test_a_table_that_was_not_published_for_a_while_is_reloaded(quiet: Quiet) -> None:

@@ -39,9 +39,9 @@ class Died(BaseException):
 
 def loaded(folder: Path, form: str = "") -> Quiet:
     """A table that a load of three rows made, of which a seed is kept."""
-    made = Quiet(folder, form=form)
+    made = Quiet(folder, spec=form)
     made.diary.commit()
-    made.load_anew(ROWS, "first")
+    made.reload(ROWS, "first")
     made.keep("first")
     return made
 
@@ -63,7 +63,7 @@ def lake_table(quiet: Quiet) -> Path:
 
 
 def seeds(quiet: Quiet) -> list[KeptLoad]:
-    return KeptLoadStore(quiet.settings.tables.path, quiet.lives().log.log_id).of(THINGS)
+    return KeptLoadStore(quiet.settings.tables.path, quiet.registry().log.log_id).of(THINGS)
 
 
 def rebuilt(quiet: Quiet, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -88,12 +88,12 @@ def test_a_table_whose_folder_is_gone_is_what_it_was_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
     quiet = changed(loaded(tmp_path, form))
-    before, cursor = sorted(map(repr, scanned(quiet))), quiet.cursor
+    before, cursor = sorted(map(repr, scanned(quiet))), quiet.applied_position
     shutil.rmtree(lake_table(quiet))
     found = rebuilt(quiet, capsys)
     assert (found["base"], found["base_version"], found["base_rows"], found["changes"]) == ("seed", None, 3, 5)
-    assert (sorted(map(repr, scanned(quiet))), quiet.cursor.load) == (before, "first")
-    assert quiet.cursor.covers(cursor)
+    assert (sorted(map(repr, scanned(quiet))), quiet.applied_position.load) == (before, "first")
+    assert quiet.applied_position.covers(cursor)
     quiet.commit(update(5, unchanged=BIG, n=6))
     assert [outcome.error for outcome in quiet.apply()] == [None]
     assert sorted(path.name for path in lake_table(quiet).iterdir() if path.name.startswith("_")) == ["_delta_log"]
@@ -104,8 +104,8 @@ def test_a_table_whose_own_log_is_damaged_is_told_the_way_out_and_it_is_one(
 ) -> None:
     before = sorted(map(repr, scanned(quiet)))
     (lake_table(quiet) / "_delta_log" / f"{1:020}.json").write_text('{"torn')
-    assert "Move the folder away; then `tailrace rebuild FILE TABLE`" in refused(quiet, capsys)
-    error = quiet.lives().add(THINGS).error
+    assert "Then run `tailrace rebuild FILE TABLE`" in refused(quiet, capsys)
+    error = quiet.registry().add(THINGS).error
     assert error is not None
     assert (error.code, "Move the folder away" in error.hint) == ("table-unusable", True)
     lake_table(quiet).rename(tmp_path / "damaged")
@@ -135,7 +135,7 @@ def scanned(quiet: Quiet) -> list[dict[str, Any]]:
 def test_a_table_without_a_key_comes_back_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet = Quiet(tmp_path)
     quiet.diary.commit()
-    quiet.load_anew([{"a": 1, "b": "x"}, {"a": 1, "b": "x"}, {"a": 2, "b": "y"}], "first", KEYLESS)
+    quiet.reload([{"a": 1, "b": "x"}, {"a": 1, "b": "x"}, {"a": 2, "b": "y"}], "first", KEYLESS)
     quiet.keep("first")
     quiet.commit(delete({"a": 1}, b="x"), schema=KEYLESS)
     quiet.apply()
@@ -163,9 +163,9 @@ def test_a_table_with_deletion_vectors_and_column_mapping_comes_back_with_them(
 
 
 def test_a_version_whose_files_do_not_tell_all_by_themselves_is_not_kept(tmp_path: Path) -> None:
-    quiet = Quiet(tmp_path, form=FEATURES)
+    quiet = Quiet(tmp_path, spec=FEATURES)
     quiet.diary.commit()
-    quiet.load_anew(ROWS, "first")
+    quiet.reload(ROWS, "first")
     (commit,) = (lake_table(quiet) / "_delta_log").glob("*.json")
     gone = {"storageType": "i", "pathOrInlineDv": "x", "sizeInBytes": 1, "cardinality": 1}
     lines = [json.loads(line) for line in commit.read_text().splitlines()]
@@ -209,7 +209,7 @@ def test_an_earlier_position_is_reached_from_the_seed(quiet: Quiet, capsys: pyte
 def test_a_change_of_shape_since_the_load_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet = Quiet(tmp_path)
     quiet.diary.commit()
-    quiet.load_anew([{"id": key, "name": f"n{key}"} for key in (1, 2)], "first", FULL)
+    quiet.reload([{"id": key, "name": f"n{key}"} for key in (1, 2)], "first", FULL)
     quiet.keep("first")
     quiet.commit(update(2, n=2), schema=NARROW)
     quiet.apply()
@@ -225,12 +225,12 @@ def test_columns_that_the_source_dropped_are_in_a_seed(tmp_path: Path, capsys: p
     quiet.load([{"id": key, "name": f"n{key}"} for key in (1, 2)], FULL)
     quiet.commit(update(2, n=2), schema=NARROW)
     quiet.apply()
-    here = quiet.lives().load_store
+    here = quiet.registry().load_store
     here.folder("again").mkdir(parents=True)
-    here.record_commit("again", quiet.cursor.position)
+    here.record_commit("again", quiet.applied_position.position)
     shape = quiet.table.schema()
     assert shape is not None
-    applied = quiet.table.merge_load(shape, [], quiet.cursor, replace(quiet.cursor, load="again"))
+    applied = quiet.table.merge_load(shape, [], quiet.applied_position, replace(quiet.applied_position, load="again"))
     assert applied.committed
     quiet.keep("again")
     assert [seed.commit_record.applied_position.load for seed in seeds(quiet)] == ["again"]
@@ -247,13 +247,13 @@ def test_a_seed_costs_no_room_while_the_table_has_its_files(tmp_path: Path) -> N
 
 
 def test_a_newer_load_takes_the_place_of_the_older(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
-    quiet.load_anew([{"id": 7, "n": 7}], "second")
+    quiet.reload([{"id": 7, "n": 7}], "second")
     quiet.keep("second")
     assert [seed.commit_record.applied_position.load for seed in seeds(quiet)] == ["second"]
     assert [folder.name for folder in seeds(quiet)[0].folder.parent.iterdir()] == ["second"]
     shutil.rmtree(lake_table(quiet))
     rebuilt(quiet, capsys)
-    assert (quiet.ns(), quiet.cursor.load) == ({7: 7}, "second")
+    assert (quiet.ns(), quiet.applied_position.load) == ({7: 7}, "second")
 
 
 def test_a_load_that_found_nothing_to_commit_leaves_the_seed_of_before(quiet: Quiet) -> None:
@@ -265,7 +265,7 @@ def test_killed_between_the_links_and_the_record_it_is_no_seed_and_is_made_once_
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quiet = loaded(tmp_path)
-    quiet.load_anew([*ROWS, {"id": 9, "n": 9}], "second")
+    quiet.reload([*ROWS, {"id": 9, "n": 9}], "second")
 
     def die(name: str) -> None:
         if name == "seed.linked":
@@ -289,7 +289,7 @@ def test_killed_between_the_links_and_the_record_it_is_no_seed_and_is_made_once_
 def test_a_seed_that_the_log_was_trimmed_past_is_no_base_and_is_dropped(
     quiet: Quiet, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quiet.seed_keeping().run_if_due()
+    quiet.load_keeper().run_if_due()
     assert len(seeds(quiet)) == 1
     with Sealer(quiet.settings.log.path, limits=SealLimits(commits=2, merge_count=2)) as sealer:
         sealer.seal()
@@ -297,7 +297,7 @@ def test_a_seed_that_the_log_was_trimmed_past_is_no_base_and_is_dropped(
     shutil.rmtree(lake_table(quiet))
     assert "the kept seed: the log no longer holds the changes after it" in refused(quiet, capsys)
     assert not lake_table(quiet).exists()
-    quiet.seed_keeping().run_if_due()
+    quiet.load_keeper().run_if_due()
     assert seeds(quiet) == []
     assert "nothing is kept of a load of it" in refused(quiet, capsys)
 
@@ -315,9 +315,9 @@ def test_a_seed_that_is_not_what_it_was_is_no_base(quiet: Quiet, capsys: pytest.
 
 def test_without_the_setting_nothing_is_kept_and_what_was_goes(quiet: Quiet) -> None:
     quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, keep_seed: false"))
-    quiet.seed_keeping().run_if_due()
+    quiet.load_keeper().run_if_due()
     assert seeds(quiet) == []
-    quiet.load_anew(ROWS, "second")
+    quiet.reload(ROWS, "second")
     quiet.keep("second")
     assert seeds(quiet) == []
 
@@ -331,7 +331,7 @@ def test_where_the_disk_knows_no_links_nothing_is_copied_unasked(
 ) -> None:
     quiet = Quiet(tmp_path)
     quiet.diary.commit()
-    quiet.load_anew(ROWS, "first")
+    quiet.reload(ROWS, "first")
     monkeypatch.setattr(os, "link", no_links)
     with caplog.at_level(logging.WARNING, "tailrace.pipeline.loads.kept_loads"):
         quiet.keep("first")
@@ -346,7 +346,7 @@ def test_files_without_statistics_are_kept_and_counted(tmp_path: Path, capsys: p
     """As Spark writes them where a user has turned statistics off."""
     quiet = Quiet(tmp_path)
     quiet.diary.commit()
-    quiet.load_anew(ROWS, "first")
+    quiet.reload(ROWS, "first")
     commit = lake_table(quiet) / "_delta_log" / f"{0:020d}.json"
     actions = [json.loads(line) for line in commit.read_text().splitlines()]
     for action in actions:
@@ -363,7 +363,7 @@ def test_a_seed_that_cannot_be_kept_for_any_reason_stops_nothing(
 ) -> None:
     quiet = Quiet(tmp_path)
     quiet.diary.commit()
-    quiet.load_anew(ROWS, "first")
+    quiet.reload(ROWS, "first")
 
     def damaged(*_: object) -> None:
         raise pa.ArrowInvalid("not a Parquet file")
@@ -378,7 +378,7 @@ def test_what_is_known_of_a_kept_load_is_not_forgotten(quiet: Quiet) -> None:
     mine = LoadStore(quiet.settings.log.path)
     old = quiet.settings.log.path / "seed" / "landed" / "first.json"
     os.utime(str(old), (0.0, 0.0))
-    mine.remove_leftovers(quiet.seed_keeping().loads_in_use)
+    mine.remove_leftovers(quiet.load_keeper().loads_in_use)
     mine.remove_leftovers()
     assert mine.ahead_ranges("first") is not None, "it was of use until now"
     os.utime(str(old), (0.0, 0.0))
@@ -391,7 +391,7 @@ def chunked(folder: Path) -> Quiet:
     quiet = Quiet(folder)
     quiet.diary.commit()
     rows = [ROWS[0], ROWS[1] | {"n": 2}, ROWS[2]]
-    quiet.load_anew(rows, "first", passed=Lsn(quiet.diary.writer.position.value + 200))
+    quiet.reload(rows, "first", ahead_until=Lsn(quiet.diary.writer.position.value + 200))
     quiet.keep("first")
     quiet.commit(update(2, unchanged=BIG, n=1), update(1, n=1))
     return quiet

@@ -23,7 +23,7 @@ NOWHERE = SnapshotReader("postgresql://127.0.0.1:1/x", None, None)
 
 def lettered(folder: Path, form: str = "") -> Quiet:
     """A table of which a change of row 2 is a dead letter, and the row as it was read for a replay."""
-    made = Quiet(folder, on_bad_row="dead-letter", form=form)
+    made = Quiet(folder, on_bad_row="dead-letter", spec=form)
     made.load([{"id": key, "n": 0} for key in (1, 2)])
     made.commit(update(2, unfit=("n",)))
     made.apply()
@@ -33,13 +33,13 @@ def lettered(folder: Path, form: str = "") -> Quiet:
 
 def read(made: Quiet, seqs: list[int]) -> None:
     """What a reading leaves that saw these letters."""
-    work = RefetchWork(log=made.settings.log.path, schema=SHOP, expected=made.cursor, reader=NOWHERE)
+    work = RefetchWork(log=made.settings.log.path, schema=SHOP, expected=made.applied_position, reader=NOWHERE)
     _store_refetched(work, pa.Table.from_pylist([{"id": 2, "n": 7}], pa.schema(SHOP.row_fields())), seqs, {})
 
 
 def delivery(quiet: Quiet) -> ReplayRowsWork:
-    place = quiet.lives().add(THINGS).location
-    return ReplayRowsWork(log=quiet.settings.log.path, location=place, schema=SHOP, expected=quiet.cursor)
+    place = quiet.registry().add(THINGS).location
+    return ReplayRowsWork(log=quiet.settings.log.path, location=place, schema=SHOP, expected=quiet.applied_position)
 
 
 def test_what_was_read_comes_in(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_what_was_read_comes_in(tmp_path: Path) -> None:
 
 def test_what_was_read_before_the_table_was_loaded_anew_is_read_again(tmp_path: Path) -> None:
     quiet = lettered(tmp_path)
-    quiet.load_anew([{"id": 1, "n": 0}, {"id": 2, "n": 8}], "anew")
+    quiet.reload([{"id": 1, "n": 0}, {"id": 2, "n": 8}], "anew")
     done = replay_rows(delivery(quiet))
     assert (done.error, done.needs_refetch, quiet.ns()) == (None, True, {1: 0, 2: 8})
     assert DeadLetterStore(quiet.settings.log.path, THINGS).has_any is False, "what the load has cleared is gone"
@@ -63,8 +63,8 @@ def test_a_version_that_was_read_comes_in_as_that_of_its_newest_letter_and_the_o
     read(quiet, [1, 2])
     for _ in range(2):  # also where it died before the letters were cleared
         whole = pa.Table.from_pylist([{"id": 2, "n": 7}], pa.schema(SHOP.row_fields()))
-        (bundle,) = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.cursor.seq, only=[2])
-        quiet.table.upsert_rows(SHOP, whole, quiet.cursor, bundle.changes)
+        (bundle,) = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.applied_position.seq, only=[2])
+        quiet.table.upsert_rows(SHOP, whole, quiet.applied_position, bundle.changes)
     done = replay_rows(delivery(quiet))
     assert (done.error, done.rows, done.dead_letters, done.needs_refetch) == (None, 2, 1, False)
     found = sorted((row["_seq"], row["n"], row["_current"]) for row in quiet.content() if row["id"] == 2)
@@ -79,34 +79,34 @@ def test_a_version_that_was_read_comes_in_as_that_of_its_newest_letter_and_the_o
 
 
 def test_a_version_that_a_load_could_not_bring_has_the_table_s_number_and_comes_in_once(tmp_path: Path) -> None:
-    quiet = Quiet(tmp_path, on_bad_row="dead-letter", form="mode: history")
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter", spec="mode: history")
     quiet.diary.commit()
     origin = LoadOrigin(seq=0, position="0/0", read_at=1_700_000_000_000_000)
     kept = LoadRejects(SHOP, TableSpec(mode=TableMode.HISTORY), origin, ZERO)
     (batch,) = record_batches(SHOP, [{"id": 2}])
     unfit = pa.array([[{"column": "n", "text": "NaN"}]], change.UNFIT_TYPE)
     assert [one.num_rows for one in kept.without_rejects([(batch, unfit)])] == [0]
-    quiet.load_anew([{"id": 1, "n": 0}], "first", letters=[DeadLetterBatch(schema=SHOP, rows=kept.dead_letters)])
+    quiet.reload([{"id": 1, "n": 0}], "first", dead_letters=[DeadLetterBatch(schema=SHOP, rows=kept.dead_letters)])
     read(quiet, [-1])
     for _ in range(2):  # also where it died before the letters were cleared
         whole = pa.Table.from_pylist([{"id": 2, "n": 7}], pa.schema(SHOP.row_fields()))
-        (bundle,) = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.cursor.seq, "first")
-        quiet.table.upsert_rows(SHOP, whole, quiet.cursor, bundle.changes)
+        (bundle,) = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.applied_position.seq, "first")
+        quiet.table.upsert_rows(SHOP, whole, quiet.applied_position, bundle.changes)
     assert (replay_rows(delivery(quiet)).dead_letters, DeadLetterStore(quiet.settings.log.path, THINGS).has_any) == (
         0,
         False,
     )
     (row,) = [row for row in quiet.content() if row["id"] == 2]
-    assert (row["n"], row["_seq"], row["_current"], row["_tx"] < 0) == (7, quiet.cursor.seq, True, True)
+    assert (row["n"], row["_seq"], row["_current"], row["_tx"] < 0) == (7, quiet.applied_position.seq, True, True)
 
 
 def test_a_letter_that_fails_again_says_where_it_came_from(tmp_path: Path) -> None:
     quiet = lettered(tmp_path)
     mine, origin = DeadLetterStore(quiet.settings.log.path, THINGS), LetterOrigin(seq=4, position="0/4")
-    (before,) = mine.read_open(quiet.cursor.seq)
-    mine.write(SHOP, quiet.cursor.seq, before.changes, [ValueUnfit("it is no number")], [], origin=origin)
-    work = RefetchWork(log=quiet.settings.log.path, schema=SHOP, expected=quiet.cursor, reader=NOWHERE)
+    (before,) = mine.read_open(quiet.applied_position.seq)
+    mine.write(SHOP, quiet.applied_position.seq, before.changes, [ValueUnfit("it is no number")], [], origin=origin)
+    work = RefetchWork(log=quiet.settings.log.path, schema=SHOP, expected=quiet.applied_position, reader=NOWHERE)
     _store_refetched(work, pa.schema(SHOP.row_fields()).empty_table(), [], {1: ValueUnfit("it still is none")})
     assert replay_rows(delivery(quiet)).dead_letters == 1
-    (after,) = mine.read_open(quiet.cursor.seq)
+    (after,) = mine.read_open(quiet.applied_position.seq)
     assert (after.rows.column("_cause").to_pylist(), after.origin) == (["it still is none"], origin)

@@ -37,7 +37,7 @@ def loaded(folder: Path, on_bad_row: str = "dead-letter") -> Quiet:
 
 def letters(quiet: Quiet) -> dict[int, str]:
     """The open ones: the code of each, by `_seq`."""
-    found = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.cursor.seq)
+    found = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.applied_position.seq)
     return {
         seq: code
         for bundle in found
@@ -50,12 +50,12 @@ def test_the_table_goes_on_without_what_it_cannot_take(quiet: Quiet) -> None:
     (outcome,) = quiet.apply()
     assert (outcome.error, outcome.dead_letters) == (None, 2)
     assert (quiet.ns(), letters(quiet)) == ({1: 0, 2: 2, 3: 0, 4: 0, 5: 0}, {1: "value-unfit", 3: "value-unfit"})
-    assert count_open_dead_letters(quiet.settings.log.path, THINGS, quiet.cursor) == 2
+    assert count_open_dead_letters(quiet.settings.log.path, THINGS, quiet.applied_position) == 2
     assert tables_with_dead_letters(quiet.settings.log.path) == [THINGS]
 
 
 def test_a_mirror_with_marks_and_metadata_goes_on_too(tmp_path: Path) -> None:
-    made = Quiet(tmp_path, on_bad_row="dead-letter", form="soft_delete: true, metadata: [_seq]", table_format=FORMAT)
+    made = Quiet(tmp_path, on_bad_row="dead-letter", spec="soft_delete: true, metadata: [_seq]", table_format=FORMAT)
     made.load([{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in range(1, 4)])
     made.commit(update(1, unfit=BAD), update(2, unchanged=BIG, n=2), delete(3), update(9, unchanged=BIG))
     assert made.apply()[-1].error is None
@@ -68,18 +68,18 @@ def test_a_mirror_with_marks_and_metadata_goes_on_too(tmp_path: Path) -> None:
     if IS_ICEBERG:  # rows are put right by a job: see `test_iceberg_letters.py`
         return
     mended = pa.Table.from_pylist([{"id": 1, "name": "n1", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
-    assert made.table.upsert_rows(SHOP, mended, made.cursor).committed
+    assert made.table.upsert_rows(SHOP, mended, made.applied_position).committed
     assert (made.rows()[1]["n"], made.rows()[1]["_deleted"]) == (7, False)
 
 
 def made_as(folder: Path, form: str, on_bad_row: str = "dead-letter") -> Quiet:
-    made = Quiet(folder, on_bad_row=on_bad_row, form=form, table_format=FORMAT)
+    made = Quiet(folder, on_bad_row=on_bad_row, spec=form, table_format=FORMAT)
     made.load([{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in range(1, 4)])
     return made
 
 
 def passed(quiet: Quiet) -> set[int]:
-    return {*DeadLetterStore(quiet.settings.log.path, THINGS).superseded(quiet.cursor.seq)}
+    return {*DeadLetterStore(quiet.settings.log.path, THINGS).superseded(quiet.applied_position.seq)}
 
 
 @pytest.mark.parametrize("form", ["mode: history", "mode: append"])
@@ -159,7 +159,7 @@ def test_a_row_that_a_rule_failed_at_is_set_aside_by_every_engine(quiet: Quiet) 
 
 
 def test_what_a_truncate_takes_away_stays_marked_as_it_was_last(tmp_path: Path) -> None:
-    made = Quiet(tmp_path, on_bad_row="dead-letter", form="soft_delete: true", table_format=FORMAT)
+    made = Quiet(tmp_path, on_bad_row="dead-letter", spec="soft_delete: true", table_format=FORMAT)
     made.load([{"id": 1, "name": "n1", "big": "x", "n": 0}])
     made.commit(update(1, n=1), insert(2, n=2), update(2, unfit=BAD), truncate(), insert(3, n=3), insert(4, unfit=BAD))
     assert made.apply()[-1].error is None
@@ -235,13 +235,13 @@ def test_a_list_beside_whoever_applies_looks_again_at_what_is_removed_meanwhile(
     quiet.commit(update(2, unfit=BAD))
     quiet.apply()
     found = DeadLetterStore(quiet.settings.log.path, THINGS)
-    reading = found._read(quiet.cursor.seq, None, None)
+    reading = found._read(quiet.applied_position.seq, None, None)
     next(reading)
     quiet.commit(update(1, n=1), update(2, n=1))
     quiet.apply()
     with pytest.raises(FileNotFoundError):
         next(reading)
-    assert found.read_open(quiet.cursor.seq) == []
+    assert found.read_open(quiet.applied_position.seq) == []
 
 
 @not_spark  # whose tasks know nothing of another limit

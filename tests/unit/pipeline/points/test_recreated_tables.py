@@ -34,9 +34,9 @@ def quiet(tmp_path: Path) -> Quiet:
 
 def note(quiet: Quiet) -> None:
     """What whoever applies does at the end of a micro-batch."""
-    lives = quiet.lives()
-    lives.add(THINGS).state = TableState.LIVE
-    point = build_point(lives, lives.index.last_commit)
+    registry = quiet.registry()
+    registry.add(THINGS).state = TableState.LIVE
+    point = build_point(registry, registry.index.last_commit)
     assert point is not None
     Ledger(quiet.settings.log.path).record(point)
 
@@ -48,11 +48,11 @@ def folder(quiet: Quiet) -> Path:
 def test_a_table_that_was_made_anew_is_left_out_of_points_of_before(
     quiet: Quiet, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = str(quiet.cursor.position)
+    before = str(quiet.applied_position.position)
     assert find_point(quiet.settings).versions == {THINGS: 1}
     shutil.rmtree(folder(quiet))
     assert find_point(quiet.settings).missing[THINGS].why == "its folder is gone"
-    quiet.load_anew([{"id": 1, "n": 0}], "anew")
+    quiet.reload([{"id": 1, "n": 0}], "anew")
     quiet.commit(insert(3))
     quiet.apply()
     note(quiet)

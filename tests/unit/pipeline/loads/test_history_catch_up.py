@@ -76,29 +76,29 @@ def write_log(folder: Path) -> tuple[Lsn, Lsn]:
 def test_what_lies_before_the_point_in_its_commit_is_applied(tmp_path: Path, mode: TableMode) -> None:
     middle, end = write_log(tmp_path / "log")
     log = ChangeLog.open(tmp_path / "log")
-    lives = TableRegistry(log, LakeLayout(root=tmp_path / "lake"))
-    lives.refresh_index()
+    registry = TableRegistry(log, LakeLayout(root=tmp_path / "lake"))
+    registry.refresh_index()
     place = TableLocation(path=tmp_path / "lake" / "t", log_id=log.log_id, spec=TableSpec(mode=mode))
-    start = lives.applied_position_at(lives.index.end_of(1))
+    start = registry.applied_position_at(registry.index.end_of(1))
     place.open().load(SHOP, [], start)
-    life = ManagedTable(
+    managed = ManagedTable(
         SHOP.table, place, state=TableState.LIVE, applied_position=place.open().applied_position(), schema=SHOP
     )
-    life.apply_suspended = True
+    managed.apply_suspended = True
     for point, rows in ((middle, 1), (end, 2)):
         turns = 0
-        while (stretch := next_range_to(lives, life, point)) is not None:
+        while (stretch := next_range_to(registry, managed, point)) is not None:
             turns += 1
             assert turns <= 2, "it comes no further"
-            assert life.applied_position is not None
+            assert managed.applied_position is not None
             outcome = apply_changes(
                 ApplyWork(
-                    table=life.table,
+                    table=managed.table,
                     log=log.path,
                     location=place,
                     slices=stretch.slices,
                     schema=SHOP,
-                    expected=life.applied_position,
+                    expected=managed.applied_position,
                     position_after=stretch.position_after,
                     until=stretch.until,
                 )
@@ -106,7 +106,7 @@ def test_what_lies_before_the_point_in_its_commit_is_applied(tmp_path: Path, mod
             assert outcome.error is None
             assert outcome.applied_position is not None
             assert outcome.schema is not None
-            life.record_commit(outcome.applied_position, outcome.schema, outcome.version)
+            managed.record_commit(outcome.applied_position, outcome.schema, outcome.version)
         cursor = place.open().applied_position()
         assert cursor is not None
         assert (cursor.position, place.open().rows()) == (point, rows)
@@ -116,40 +116,40 @@ def test_what_lies_before_the_point_in_its_commit_is_applied(tmp_path: Path, mod
 def test_rows_of_each_shape_in_the_commit_of_the_point_are_applied(tmp_path: Path, mode: TableMode) -> None:
     middle, end = write_log_of_two_shapes(tmp_path / "log")
     log = ChangeLog.open(tmp_path / "log")
-    lives = TableRegistry(log, LakeLayout(root=tmp_path / "lake"))
-    lives.refresh_index()
+    registry = TableRegistry(log, LakeLayout(root=tmp_path / "lake"))
+    registry.refresh_index()
     place = TableLocation(path=tmp_path / "lake" / "t", log_id=log.log_id, spec=TableSpec(mode=mode))
-    place.open().load(OLD, [], lives.applied_position_at(lives.index.end_of(1)))
-    life = ManagedTable(
+    place.open().load(OLD, [], registry.applied_position_at(registry.index.end_of(1)))
+    managed = ManagedTable(
         SHOP.table, place, state=TableState.LIVE, applied_position=place.open().applied_position(), schema=OLD
     )
-    life.apply_suspended = True
+    managed.apply_suspended = True
     for point, rows in ((middle, 2), (end, 3)):
         turns = 0
-        while (stretch := next_range_to(lives, life, point)) is not None:
+        while (stretch := next_range_to(registry, managed, point)) is not None:
             turns += 1
             assert turns <= 3, "it comes no further"
-            assert life.applied_position is not None
-            assert life.schema is not None
+            assert managed.applied_position is not None
+            assert managed.schema is not None
             if stretch.recast is not None:
-                place.open().evolve(stretch.recast, life.applied_position)
-                life.record_commit(life.applied_position, stretch.recast.schema)
+                place.open().evolve(stretch.recast, managed.applied_position)
+                managed.record_commit(managed.applied_position, stretch.recast.schema)
                 continue
             outcome = apply_changes(
                 ApplyWork(
-                    table=life.table,
+                    table=managed.table,
                     log=log.path,
                     location=place,
                     slices=stretch.slices,
-                    schema=life.schema,
-                    expected=life.applied_position,
+                    schema=managed.schema,
+                    expected=managed.applied_position,
                     position_after=stretch.position_after,
                     until=stretch.until,
                 )
             )
             assert outcome.error is None
             assert outcome.applied_position is not None
-            life.record_commit(outcome.applied_position, life.schema, outcome.version)
+            managed.record_commit(outcome.applied_position, managed.schema, outcome.version)
         cursor = place.open().applied_position()
         assert cursor is not None
         assert (cursor.position, place.open().rows()) == (point, rows)

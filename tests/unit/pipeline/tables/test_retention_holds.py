@@ -46,7 +46,7 @@ def diary(tmp_path: Path) -> Iterator[Diary]:
 
 
 @pytest.fixture
-def lives(diary: Diary, tmp_path: Path) -> TableRegistry:
+def registry(diary: Diary, tmp_path: Path) -> TableRegistry:
     found = TableRegistry(ChangeLog.open(diary.path), LakeLayout(root=tmp_path / "lake"))
     found.refresh_index()
     return found
@@ -57,156 +57,156 @@ def at(commit: int, seq: int) -> AppliedPosition:
 
 
 def live(
-    lives: TableRegistry, cursor: AppliedPosition | None, state: TableState = TableState.CATCHING_UP
+    registry: TableRegistry, cursor: AppliedPosition | None, state: TableState = TableState.CATCHING_UP
 ) -> ManagedTable:
-    life = ManagedTable(
+    managed = ManagedTable(
         THINGS,
-        TableLocation(path=Path("lake"), log_id=lives.log.log_id),
+        TableLocation(path=Path("lake"), log_id=registry.log.log_id),
         state=state,
         applied_position=cursor,
         schema=SHOP,
     )
-    lives.tables[THINGS] = life
-    return life
+    registry.tables[THINGS] = managed
+    return managed
 
 
-def speaker_of(lives: TableRegistry) -> RetentionHolds:
-    made = RetentionHolds(lives)
+def speaker_of(registry: TableRegistry) -> RetentionHolds:
+    made = RetentionHolds(registry)
     made.enable()
     return made
 
 
-def said(lives: TableRegistry) -> TableProgress | None:
-    speaker_of(lives).publish()
-    found = consumers.read_table_progress(lives.log.path)
+def said(registry: TableRegistry) -> TableProgress | None:
+    speaker_of(registry).publish()
+    found = consumers.read_table_progress(registry.log.path)
     return found[0] if found else None
 
 
-def test_nothing_is_said_before_the_tables_are_known(lives: TableRegistry) -> None:
+def test_nothing_is_said_before_the_tables_are_known(registry: TableRegistry) -> None:
     before = TableProgress(table=THINGS, numbers=(1,), commit=1, seq=2)
-    write_table_progress(lives.log.path, [before])
-    RetentionHolds(lives).publish(now=True)
-    assert consumers.read_table_progress(lives.log.path) == [before], (
+    write_table_progress(registry.log.path, [before])
+    RetentionHolds(registry).publish(now=True)
+    assert consumers.read_table_progress(registry.log.path) == [before], (
         "a source that did not answer takes nothing from its tables"
     )
 
 
-def test_a_table_that_is_behind_holds_what_it_lacks(lives: TableRegistry) -> None:
-    live(lives, at(1, 2))
-    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=1, seq=2)
+def test_a_table_that_is_behind_holds_what_it_lacks(registry: TableRegistry) -> None:
+    live(registry, at(1, 2))
+    assert said(registry) == TableProgress(table=THINGS, numbers=(1,), commit=1, seq=2)
 
 
-def test_a_loads_point_past_the_logs_commits_covers_them(lives: TableRegistry) -> None:
-    live(lives, AppliedPosition(commit=1, seq=2, position=Lsn(2 * STEP + 50)))
-    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=2, seq=3)
+def test_a_loads_point_past_the_logs_commits_covers_them(registry: TableRegistry) -> None:
+    live(registry, AppliedPosition(commit=1, seq=2, position=Lsn(2 * STEP + 50)))
+    assert said(registry) == TableProgress(table=THINGS, numbers=(1,), commit=2, seq=3)
 
 
-def test_a_table_that_lacks_nothing_is_as_far_as_the_log(lives: TableRegistry) -> None:
-    live(lives, at(3, 4), TableState.LIVE)
-    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=4, seq=4)
+def test_a_table_that_lacks_nothing_is_as_far_as_the_log(registry: TableRegistry) -> None:
+    live(registry, at(3, 4), TableState.LIVE)
+    assert said(registry) == TableProgress(table=THINGS, numbers=(1,), commit=4, seq=4)
 
 
-def test_a_failed_table_goes_on_holding(lives: TableRegistry) -> None:
-    life = live(lives, at(1, 2))
-    life.fail(SchemaChanged("a column was added"))
-    hint = said(lives)
+def test_a_failed_table_goes_on_holding(registry: TableRegistry) -> None:
+    managed = live(registry, at(1, 2))
+    managed.fail(SchemaChanged("a column was added"))
+    hint = said(registry)
     assert hint is not None
     assert hint.seq == 2
 
 
-def test_a_table_that_cannot_be_read_holds_what_it_held_before(lives: TableRegistry) -> None:
+def test_a_table_that_cannot_be_read_holds_what_it_held_before(registry: TableRegistry) -> None:
     before = TableProgress(table=THINGS, numbers=(1,), commit=1, seq=2)
-    write_table_progress(lives.log.path, [before])
-    life = live(lives, None)
-    life.fail(TableUnusable("the folder cannot be read"))
-    speaker = speaker_of(lives)
+    write_table_progress(registry.log.path, [before])
+    managed = live(registry, None)
+    managed.fail(TableUnusable("the folder cannot be read"))
+    speaker = speaker_of(registry)
     for _ in range(2):
         speaker.publish(now=True)
-        assert consumers.read_table_progress(lives.log.path) == [before]
+        assert consumers.read_table_progress(registry.log.path) == [before]
 
 
-def test_a_table_that_is_not_loaded_yet_holds_nothing(lives: TableRegistry) -> None:
-    write_table_progress(lives.log.path, [TableProgress(table=THINGS, numbers=(1,), commit=0, seq=0)])
-    live(lives, None, TableState.NEW)
-    assert said(lives) is None
+def test_a_table_that_is_not_loaded_yet_holds_nothing(registry: TableRegistry) -> None:
+    write_table_progress(registry.log.path, [TableProgress(table=THINGS, numbers=(1,), commit=0, seq=0)])
+    live(registry, None, TableState.NEW)
+    assert said(registry) is None
 
 
-def test_a_table_that_is_being_loaded_holds_what_comes_after_its_snapshot(lives: TableRegistry) -> None:
-    life = live(lives, None, TableState.SEEDING)
-    life.load_floor = at(2, 3)
-    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=2, seq=3)
+def test_a_table_that_is_being_loaded_holds_what_comes_after_its_snapshot(registry: TableRegistry) -> None:
+    managed = live(registry, None, TableState.SEEDING)
+    managed.load_floor = at(2, 3)
+    assert said(registry) == TableProgress(table=THINGS, numbers=(1,), commit=2, seq=3)
 
 
-def test_a_live_table_that_is_loaded_again_holds_what_it_would_go_on_with(lives: TableRegistry) -> None:
-    life = live(lives, at(1, 2))
-    life.load_floor = at(2, 3)
-    life.record_commit(at(1, 2), SHOP)  # it goes on meanwhile
-    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=1, seq=2)
-    life.record_commit(at(3, 4), SHOP)
-    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=2, seq=3)
+def test_a_live_table_that_is_loaded_again_holds_what_it_would_go_on_with(registry: TableRegistry) -> None:
+    managed = live(registry, at(1, 2))
+    managed.load_floor = at(2, 3)
+    managed.record_commit(at(1, 2), SHOP)  # it goes on meanwhile
+    assert said(registry) == TableProgress(table=THINGS, numbers=(1,), commit=1, seq=2)
+    managed.record_commit(at(3, 4), SHOP)
+    assert said(registry) == TableProgress(table=THINGS, numbers=(1,), commit=2, seq=3)
 
 
-def test_a_table_that_is_loaded_anew_no_longer_needs_what_its_old_rows_lacked(lives: TableRegistry) -> None:
-    life = live(lives, at(1, 2), TableState.NEW)
-    assert said(lives) is None
-    life.load_floor = at(4, 4)
-    hint = said(lives)
+def test_a_table_that_is_loaded_anew_no_longer_needs_what_its_old_rows_lacked(registry: TableRegistry) -> None:
+    managed = live(registry, at(1, 2), TableState.NEW)
+    assert said(registry) is None
+    managed.load_floor = at(4, 4)
+    hint = said(registry)
     assert hint is not None
     assert hint.commit == 4
 
 
-def test_a_table_that_is_loaded_once_holds_what_its_load_is_brought_to_one_moment_by(lives: TableRegistry) -> None:
-    life = live(lives, at(1, 2))
-    life.load_only, life.catch_up_load = True, "load"
-    assert said(lives) == TableProgress(table=THINGS, numbers=(1,), commit=1, seq=2)
-    life.state, life.catch_up_load = TableState.LOADED, None
-    assert said(lives) is None
+def test_a_table_that_is_loaded_once_holds_what_its_load_is_brought_to_one_moment_by(registry: TableRegistry) -> None:
+    managed = live(registry, at(1, 2))
+    managed.load_only, managed.catch_up_load = True, "load"
+    assert said(registry) == TableProgress(table=THINGS, numbers=(1,), commit=1, seq=2)
+    managed.state, managed.catch_up_load = TableState.LOADED, None
+    assert said(registry) is None
 
 
-def test_a_table_that_is_not_there_any_more_holds_nothing(lives: TableRegistry) -> None:
+def test_a_table_that_is_not_there_any_more_holds_nothing(registry: TableRegistry) -> None:
     write_table_progress(
-        lives.log.path, [TableProgress(table=TableId("public", "dropped"), numbers=(7,), commit=0, seq=0)]
+        registry.log.path, [TableProgress(table=TableId("public", "dropped"), numbers=(7,), commit=0, seq=0)]
     )
-    live(lives, at(3, 4), TableState.LIVE)
-    speaker_of(lives).publish()
-    assert [hint.table for hint in consumers.read_table_progress(lives.log.path)] == [THINGS]
+    live(registry, at(3, 4), TableState.LIVE)
+    speaker_of(registry).publish()
+    assert [hint.table for hint in consumers.read_table_progress(registry.log.path)] == [THINGS]
 
 
 def test_tables_speak_at_most_every_few_seconds_unless_it_matters(
-    lives: TableRegistry, monkeypatch: pytest.MonkeyPatch
+    registry: TableRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life = live(lives, at(1, 2))
-    speaker = speaker_of(lives)
+    managed = live(registry, at(1, 2))
+    speaker = speaker_of(registry)
     speaker.publish()
-    life.record_commit(at(3, 4), SHOP)
+    managed.record_commit(at(3, 4), SHOP)
     speaker.publish()
-    assert consumers.read_table_progress(lives.log.path)[0].seq == 2
+    assert consumers.read_table_progress(registry.log.path)[0].seq == 2
     speaker.publish(now=True)
-    assert consumers.read_table_progress(lives.log.path)[0].seq == 4
+    assert consumers.read_table_progress(registry.log.path)[0].seq == 4
     monkeypatch.setattr(retention_holds, "PUBLISH_SECONDS", 0.0)
-    life.applied_position = at(1, 2)
+    managed.applied_position = at(1, 2)
     speaker.publish(now=True)
-    life.record_commit(at(3, 4), SHOP)
+    managed.record_commit(at(3, 4), SHOP)
     speaker.publish()
-    assert consumers.read_table_progress(lives.log.path)[0].seq == 4
+    assert consumers.read_table_progress(registry.log.path)[0].seq == 4
 
 
-def test_a_failed_table_whose_rows_were_let_go_needs_a_snapshot(lives: TableRegistry, diary: Diary) -> None:
-    life = live(lives, at(1, 2))
-    life.fail(SchemaChanged("a column was added"))
-    speaker = speaker_of(lives)
+def test_a_failed_table_whose_rows_were_let_go_needs_a_snapshot(registry: TableRegistry, diary: Diary) -> None:
+    managed = live(registry, at(1, 2))
+    managed.fail(SchemaChanged("a column was added"))
+    speaker = speaker_of(registry)
     speaker.publish()
     seal(diary.path)
     with Sealer(diary.path) as sealer:
         assert trim(sealer, RetentionPolicy(age_seconds=0.0)).detached == ()
         assert sealer.log.files(1), "it still holds"
         assert trim(sealer, RetentionPolicy(age_seconds=None, max_bytes=100)).detached == ("public.things",)
-    lives.refresh_index()
+    registry.refresh_index()
     speaker.publish(now=True)
-    assert life.state is TableState.NEEDS_SNAPSHOT
-    assert life.error is not None
-    assert life.error.code == "log-trimmed"
-    assert "loaded anew" in life.error.hint
+    assert managed.state is TableState.NEEDS_SNAPSHOT
+    assert managed.error is not None
+    assert managed.error.code == "log-trimmed"
+    assert "loaded anew" in managed.error.hint
     (table,) = log_actions.readers(diary.path)
     assert (table.name, table.state, table.held_bytes) == ("public.things", "detached", 0)
 

@@ -66,7 +66,7 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quiet:
     monkeypatch.setattr(applying_module, "RETRY_SECONDS", 0.001)
     quiet = Quiet(tmp_path)
     quiet.diary.commit()
-    quiet.load_anew([{"id": 1, "n": 1}], "first", FULL)
+    quiet.reload([{"id": 1, "n": 1}], "first", FULL)
     return quiet
 
 
@@ -79,37 +79,37 @@ def come_to_the_end(applying: Local) -> None:
     applying._bring_tables_to(applying.registry.refresh_index())
 
 
-def assert_whole(quiet: Quiet, life: ManagedTable, *keys: int) -> None:
-    assert (life.state, life.error) == (TableState.LIVE, None)
+def assert_whole(quiet: Quiet, managed: ManagedTable, *keys: int) -> None:
+    assert (managed.state, managed.error) == (TableState.LIVE, None)
     assert quiet.ns() == {key: key for key in keys}
-    assert life.applied_position == quiet.cursor
+    assert managed.applied_position == quiet.applied_position
 
 
 def test_a_commit_that_nobody_heard_of_is_gone_on_from(quiet: Quiet) -> None:
     commit(quiet, 2)
     with process(quiet) as applying:
-        life = applying.registry.add(THINGS)
+        managed = applying.registry.add(THINGS)
         applying.breaks = 1
         come_to_the_end(applying)
-        assert_whole(quiet, life, 1, 2)
+        assert_whole(quiet, managed, 1, 2)
         commit(quiet, 3)
         come_to_the_end(applying)
-        assert_whole(quiet, life, 1, 2, 3)
+        assert_whole(quiet, managed, 1, 2, 3)
 
 
 def test_a_shape_that_nobody_heard_of_is_gone_on_from(quiet: Quiet) -> None:
     commit(quiet, 2, NARROW)
     with process(quiet) as applying:
-        life = applying.registry.add(THINGS)
+        managed = applying.registry.add(THINGS)
         applying.breaks = 2
         come_to_the_end(applying)
-        assert_whole(quiet, life, 1, 2)
+        assert_whole(quiet, managed, 1, 2)
 
 
 def test_a_task_that_commits_after_its_job_broke_off_stops_nothing(quiet: Quiet) -> None:
     commit(quiet, 2)
     with process(quiet) as applying:
-        life = applying.registry.add(THINGS)
+        managed = applying.registry.add(THINGS)
         late: list[ApplyWork] = []
 
         class Slow(Breaking):
@@ -125,7 +125,7 @@ def test_a_task_that_commits_after_its_job_broke_off_stops_nothing(quiet: Quiet)
         applying.__class__ = Slow
         come_to_the_end(applying)
         assert len(late) == 2
-        assert_whole(quiet, life, 1, 2)
+        assert_whole(quiet, managed, 1, 2)
 
 
 def test_a_table_whose_task_kills_its_worker_holds_back_only_itself(
@@ -133,16 +133,16 @@ def test_a_table_whose_task_kills_its_worker_holds_back_only_itself(
 ) -> None:
     commit(quiet, 2)
     with process(quiet) as applying:
-        life = applying.registry.add(THINGS)
+        managed = applying.registry.add(THINGS)
         applying.killer = OTHERS
-        other = ManagedTable(OTHERS, life.location, state=TableState.CATCHING_UP)
-        other.applied_position, other.schema = life.applied_position, life.schema
+        other = ManagedTable(OTHERS, managed.location, state=TableState.CATCHING_UP)
+        other.applied_position, other.schema = managed.applied_position, managed.schema
         applying.registry.tables[OTHERS] = other
-        numbers = applying.registry.log_numbers(life)
+        numbers = applying.registry.log_numbers(managed)
         monkeypatch.setattr(applying.registry, "log_numbers", lambda _: numbers)  # both read the same of the log
         monkeypatch.setattr(applying.registry, "refresh_from_table", lambda _: None)  # the other has no folder
         come_to_the_end(applying)
-        assert_whole(quiet, life, 1, 2)
+        assert_whole(quiet, managed, 1, 2)
         assert other.state is TableState.FAILED
         assert other.error is not None
         assert other.error.code == "unexpected"
@@ -153,36 +153,36 @@ def test_what_others_wrote_meanwhile_still_stops_the_table(quiet: Quiet) -> None
     commit(quiet, 2)
     quiet.apply()
     with process(quiet) as applying:
-        life = applying.registry.add(THINGS)
+        managed = applying.registry.add(THINGS)
         commit(quiet, 3)
         applying.breaks = 1
         opened = quiet.table.opened()
         assert before is not None
         opened.table.restore(before)
         come_to_the_end(applying)
-        assert life.state is TableState.FAILED
-        assert life.error is not None
-        assert life.error.code == "foreign-write"
+        assert managed.state is TableState.FAILED
+        assert managed.error is not None
+        assert managed.error.code == "foreign-write"
 
 
 def test_a_table_is_at_no_point_until_no_task_can_be_at_work_on_it(quiet: Quiet) -> None:
     commit(quiet, 2)
     with process(quiet) as applying:
-        lives = applying.registry
-        life = lives.add(THINGS)
+        registry = applying.registry
+        managed = registry.add(THINGS)
         applying.breaks = 1
         come_to_the_end(applying)
-        assert build_point(lives, lives.index.last_commit) is None
+        assert build_point(registry, registry.index.last_commit) is None
         applying.advance_skipped()
-        assert build_point(lives, lives.index.last_commit) is None
-        life.outcome_unknown_until = 1e-9  # as if that long had passed
+        assert build_point(registry, registry.index.last_commit) is None
+        managed.outcome_unknown_until = 1e-9  # as if that long had passed
         applying.advance_skipped()
-        assert build_point(lives, lives.index.last_commit) is not None
+        assert build_point(registry, registry.index.last_commit) is not None
 
 
 def test_tending_that_broke_off_stops_nothing(quiet: Quiet) -> None:
     with process(quiet) as applying:
-        life = applying.registry.add(THINGS)
+        managed = applying.registry.add(THINGS)
         for key in range(2, 12):
             commit(quiet, key)
             come_to_the_end(applying)
@@ -194,10 +194,10 @@ def test_tending_that_broke_off_stops_nothing(quiet: Quiet) -> None:
             stopping=applying._stopping,
         )
         applying.breaks = 1
-        outcome = tending._compact(life)
+        outcome = tending._compact(managed)
         assert outcome is not None
         assert outcome.error is not None
         commit(quiet, 12)
         come_to_the_end(applying)
-        assert_whole(quiet, life, *range(1, 13))
+        assert_whole(quiet, managed, *range(1, 13))
         assert len(quiet.table.files()) < 8, "it was done all the same"

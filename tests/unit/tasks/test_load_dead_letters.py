@@ -53,12 +53,14 @@ def quiet(tmp_path: Path) -> Quiet:
 
 def land(quiet: Quiet, name: str, keys: list[int], bad: list[int]) -> None:
     """What a load leaves that brought some rows and could not bring others."""
-    quiet.load_anew([{"id": key, "n": 0} for key in keys], name, letters=[bundle(*bad)] if bad else [])
+    quiet.reload([{"id": key, "n": 0} for key in keys], name, dead_letters=[bundle(*bad)] if bad else [])
 
 
 def letters(quiet: Quiet) -> dict[int, int]:
     """The key of each open letter, by its number."""
-    found = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.cursor.seq, quiet.cursor.load)
+    found = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(
+        quiet.applied_position.seq, quiet.applied_position.load
+    )
     rows = [row for one in found for row in one.changes.to_pylist()]
     return {row[change.SEQ]: row["id"] for row in rows}
 
@@ -76,7 +78,7 @@ def test_what_the_table_cannot_be_partitioned_by_is_a_letter_too() -> None:
     kept = LoadRejects(SHOP, TableSpec(partition_by=("name",)), LoadOrigin(seq=0, position="0/0", read_at=7), SEEN)
     rows = marked({"id": 1, "name": "a"}, {"id": 2, "name": ""})
     assert [row["id"] for batch in kept.without_rejects(rows) for row in batch.to_pylist()] == [1]
-    assert "a value cannot be that of a partition" in kept.dead_letters.column("_cause")[0].as_py()
+    assert "a value cannot be a partition value" in kept.dead_letters.column("_cause")[0].as_py()
 
 
 def test_more_than_a_person_could_look_at_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +103,8 @@ def test_the_letters_of_a_chunk_are_found_again(tmp_path: Path) -> None:
 def test_they_count_once_the_table_came_from_the_load(quiet: Quiet) -> None:
     assert letters(quiet) == {-1: 3}
     mine = DeadLetterStore(quiet.settings.log.path, THINGS)
-    mine.before_load("second", whole=True, now="first", seq=quiet.cursor.seq)
-    mine.write_load_rejects("second", quiet.cursor.seq, [bundle(1, 2)])
+    mine.before_load("second", whole=True, now="first", seq=quiet.applied_position.seq)
+    mine.write_load_rejects("second", quiet.applied_position.seq, [bundle(1, 2)])
     assert letters(quiet) == {-1: 3}, "it has not landed"
     quiet.commit(insert(9, n=9))
     quiet.apply()
@@ -113,8 +115,8 @@ def test_they_count_once_the_table_came_from_the_load(quiet: Quiet) -> None:
 
 def test_a_landing_that_is_tried_again_leaves_each_row_once(quiet: Quiet) -> None:
     mine = DeadLetterStore(quiet.settings.log.path, THINGS)
-    mine.before_load("second", whole=True, now="first", seq=quiet.cursor.seq)
-    mine.write_load_rejects("second", quiet.cursor.seq, [bundle(1, 2)])
+    mine.before_load("second", whole=True, now="first", seq=quiet.applied_position.seq)
+    mine.write_load_rejects("second", quiet.applied_position.seq, [bundle(1, 2)])
     land(quiet, "second", [3], bad=[1, 2])
     assert sorted(letters(quiet).values()) == [1, 2]
     quiet.commit(insert(9, n=9))
@@ -124,9 +126,9 @@ def test_a_landing_that_is_tried_again_leaves_each_row_once(quiet: Quiet) -> Non
 
 def test_a_load_of_a_part_leaves_those_of_the_load_before_it(quiet: Quiet) -> None:
     mine = DeadLetterStore(quiet.settings.log.path, THINGS)
-    mine.before_load("part", whole=False, now="first", seq=quiet.cursor.seq)
-    mine.write_load_rejects("part", quiet.cursor.seq, [bundle(2)])
-    cursor = quiet.cursor
+    mine.before_load("part", whole=False, now="first", seq=quiet.applied_position.seq)
+    mine.write_load_rejects("part", quiet.applied_position.seq, [bundle(2)])
+    cursor = quiet.applied_position
     quiet.table.merge_load(SHOP, [], cursor, replace(cursor, load="part"), keys=[])
     assert letters(quiet) == {-1: 3, -2: 2}
 
@@ -141,7 +143,7 @@ def test_what_builds_on_such_a_row_waits_and_what_replaces_it_clears_it(quiet: Q
 
 
 def test_a_load_that_adds_to_what_is_there_leaves_letters_that_have_passed(quiet: Quiet) -> None:
-    mine, seq = DeadLetterStore(quiet.settings.log.path, THINGS), quiet.cursor.seq
+    mine, seq = DeadLetterStore(quiet.settings.log.path, THINGS), quiet.applied_position.seq
     for load in ("second", "third"):  # the first of them came to nothing
         mine.before_load(load, whole=False, now="first", seq=seq)
         mine.supersede_by_load(load, SHOP, seq)

@@ -24,8 +24,8 @@ class Routed:
 
     discovers_tables = True
 
-    def __init__(self, lives: TableRegistry) -> None:
-        self.lives = lives
+    def __init__(self, registry: TableRegistry) -> None:
+        self.lives = registry
         self.seen: list[tuple[bool, bool]] = []
         """Each time it was asked: whether the table was followed already, and whether something was behind."""
         self.gone = False
@@ -59,9 +59,9 @@ class Routed:
 def routed(folder: Path) -> Routed:
     quiet = Quiet(folder)
     quiet.diary.commit(inserts(1))
-    lives = quiet.lives()
-    lives.refresh_index()
-    return Routed(lives)
+    registry = quiet.registry()
+    registry.refresh_index()
+    return Routed(registry)
 
 
 def test_a_table_is_behind_until_it_is_followed(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A stretch of the log folded in tasks: however it is dealt out, it comes to what one fold of it comes to.
 
-Tables of other forms than a plain mirror: `test_folding_forms.py`.
+Tables of other forms than a plain mirror: `test_fold_files_by_mode.py`.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def folded(
     folder: Path, schema: TableSchema, commits: Sequence[Sequence[Change]], rows_max: int
 ) -> tuple[FoldedFiles, pa.Table]:
     """What comes of these commits, and the rows in the files."""
-    found = fold_range(stretch(folder, schema, commits), folder / "scratch", here, rows_max)
+    found = fold_range(apply_work(folder, schema, commits), folder / "scratch", here, rows_max)
     pieces = [pq.ParquetFile(file).read() for file in found.files]
     rows = [row for piece in pieces for row in piece.to_pylist()]
     return found, pa.Table.from_pylist(rows, schema=folded_schema(schema))
 
 
-def stretch(
+def apply_work(
     folder: Path,
     schema: TableSchema,
     commits: Sequence[Sequence[Change]],
@@ -202,7 +202,7 @@ def test_memory_does_not_grow_with_the_transaction(tmp_path: Path) -> None:
         pool = pa.proxy_memory_pool(before)
         folder = tmp_path / str(number)
         folder.mkdir()
-        work = stretch(folder, SHOP, [[insert(i, big=f"{i}{wide}") for i in range(rows)]])
+        work = apply_work(folder, SHOP, [[insert(i, big=f"{i}{wide}") for i in range(rows)]])
         pa.set_memory_pool(pool)
         try:
             assert fold_range(work, folder / "scratch", here, 2_000).upserts == rows
@@ -233,7 +233,7 @@ def test_where_rows_can_be_read_again_nothing_is_refused_for_want_of_a_base(tmp_
         [update(1, unchanged=BIG), arrival(2, unchanged=BIG)],
         [*move(2, 3, unchanged=BIG), insert(4)],
     ]
-    work = replace(stretch(tmp_path, SHOP, commits), reader=SnapshotReader("", None, None))
+    work = replace(apply_work(tmp_path, SHOP, commits), reader=SnapshotReader("", None, None))
     found = fold_range(work, tmp_path / "scratch", here, rows_max)
     rows = [row for file in found.files for row in pq.ParquetFile(file).read().to_pylist()]
     assert sorted((row["c0"], row["op"], row["absent"], row["base"]) for row in rows) == [
@@ -247,7 +247,9 @@ def test_where_rows_can_be_read_again_nothing_is_refused_for_want_of_a_base(tmp_
 
 @pytest.mark.parametrize("rows_max", [1, 100])
 def test_where_letters_are_kept_a_row_without_a_base_is_refused(tmp_path: Path, rows_max: int) -> None:
-    reads = replace(stretch(tmp_path, SHOP, [[arrival(2, unchanged=BIG)] * 2]), reader=SnapshotReader("", None, None))
+    reads = replace(
+        apply_work(tmp_path, SHOP, [[arrival(2, unchanged=BIG)] * 2]), reader=SnapshotReader("", None, None)
+    )
     with pytest.raises(BaseRowMissing):
         fold_range(replace(reads, dead_letters_enabled=True), tmp_path / "scratch", here, rows_max)
 

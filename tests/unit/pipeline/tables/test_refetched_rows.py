@@ -63,7 +63,7 @@ def process(quiet: Quiet) -> Iterator[Counting]:
 def loaded(folder: Path) -> Quiet:
     quiet = Quiet(folder)
     quiet.diary.commit()
-    quiet.load_anew([{"id": 1, "n": 1}], "first")
+    quiet.reload([{"id": 1, "n": 1}], "first")
     return quiet
 
 
@@ -74,23 +74,27 @@ def lacking(folder: Path) -> Quiet:
     return quiet
 
 
-def advance(applying: Local, life: ManagedTable) -> None:
-    applying._advance([life], applying.registry.refresh_index())
+def advance(applying: Local, managed: ManagedTable) -> None:
+    applying._advance([managed], applying.registry.refresh_index())
 
 
 @pytest.mark.parametrize("mode", ["initial", "schema_only"])
 def test_a_source_that_does_not_answer_fails_no_table_that_must_read_a_row(tmp_path: Path, mode: str) -> None:
     quiet = lacking(tmp_path)
     with process(quiet) as applying:
-        life = applying.registry.add(THINGS, mode=mode)
+        managed = applying.registry.add(THINGS, mode=mode)
         started = time.monotonic()
         for _ in range(RETRIES_MAX + 2):
-            life.not_before = min(life.not_before, time.monotonic())  # as if that long had passed
-            advance(applying, life)
+            managed.not_before = min(managed.not_before, time.monotonic())  # as if that long had passed
+            advance(applying, managed)
         assert time.monotonic() - started < RETRIES_MAX * applying_module.SOURCE_SECONDS, "nobody rests in between"
-        assert life.error is not None
-        assert (life.error.code, life.state, life.failures) == ("source-unreachable", TableState.CATCHING_UP, 0)
-        assert life.not_before > time.monotonic()
+        assert managed.error is not None
+        assert (managed.error.code, managed.state, managed.failures) == (
+            "source-unreachable",
+            TableState.CATCHING_UP,
+            0,
+        )
+        assert managed.not_before > time.monotonic()
 
 
 def test_a_table_that_waits_for_the_source_is_left_to_the_sweep(
@@ -98,7 +102,7 @@ def test_a_table_that_waits_for_the_source_is_left_to_the_sweep(
 ) -> None:
     monkeypatch.setattr(applying_module, "SOURCE_SECONDS", 0.01)
     with process(lacking(tmp_path)) as applying:
-        life = applying.registry.add(THINGS, mode="schema_only")
+        managed = applying.registry.add(THINGS, mode="schema_only")
         applying._bring_tables_to(applying.registry.refresh_index())
         assert applying.runs == 1
         time.sleep(0.02)
@@ -106,29 +110,29 @@ def test_a_table_that_waits_for_the_source_is_left_to_the_sweep(
         assert applying.runs == 1, "no micro-batch waits for the source again"
         applying.advance_skipped()
         assert applying.runs == 2
-        assert life.state is TableState.CATCHING_UP
+        assert managed.state is TableState.CATCHING_UP
 
 
 def test_a_table_that_is_never_loaded_is_at_no_point_while_a_row_is_newer_than_it(tmp_path: Path) -> None:
     quiet = loaded(tmp_path)
     quiet.commit(insert(2, n=2))
     with process(quiet) as applying:
-        lives = applying.registry
-        life = lives.add(THINGS, mode="schema_only")
-        advance(applying, life)
-        assert life.state is TableState.LIVE
-        assert build_point(lives, lives.index.last_commit) is not None
+        registry = applying.registry
+        managed = registry.add(THINGS, mode="schema_only")
+        advance(applying, managed)
+        assert managed.state is TableState.LIVE
+        assert build_point(registry, registry.index.last_commit) is not None
         end = quiet.commit(insert(3, n=3))
         quiet.diary.commit()
         seen = Lsn(end.value + 150)
-        lives.load_store.record_refetch("first", Lsn(end.value + 100), seen)  # as the task does, before its commit
-        advance(applying, life)
-        assert (life.repairing, life.state) == (True, TableState.CATCHING_UP)
-        assert build_point(lives, lives.index.last_commit) is None
+        registry.load_store.record_refetch("first", Lsn(end.value + 100), seen)  # as the task does, before its commit
+        advance(applying, managed)
+        assert (managed.repairing, managed.state) == (True, TableState.CATCHING_UP)
+        assert build_point(registry, registry.index.last_commit) is None
         quiet.diary.commit()
-        advance(applying, life)
-        assert (life.ahead_of_position, life.state) == (False, TableState.LIVE)
-        assert build_point(lives, lives.index.last_commit) is not None
+        advance(applying, managed)
+        assert (managed.ahead_of_position, managed.state) == (False, TableState.LIVE)
+        assert build_point(registry, registry.index.last_commit) is not None
 
 
 def rebuild(quiet: Quiet, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
@@ -174,7 +178,7 @@ def test_what_is_known_of_a_load_lasts_as_long_as_its_table(tmp_path: Path, caps
     quiet.apply()
     record = quiet.settings.log.path / "seed" / "landed" / "first.json"
     os.utime(str(record), (time.time() - REMEMBERED_SECONDS - 60,) * 2)
-    keeping = quiet.seed_keeping()
+    keeping = quiet.load_keeper()
     keeping._registry.add(THINGS)
     LoadStore(quiet.settings.log.path).remove_leftovers(keeping.loads_in_use)
     code, _ = rebuild(quiet, capsys)
@@ -183,11 +187,11 @@ def test_what_is_known_of_a_load_lasts_as_long_as_its_table(tmp_path: Path, caps
 
 def test_nothing_is_forgotten_while_a_table_does_not_say_where_it_stands(tmp_path: Path) -> None:
     quiet = loaded(tmp_path)
-    keeping = quiet.seed_keeping()
+    keeping = quiet.load_keeper()
     assert keeping.loads_in_use == set()
-    life = keeping._registry.add(TableId("public", "others"))
+    managed = keeping._registry.add(TableId("public", "others"))
     assert keeping.loads_in_use == set(), "one that is not there comes from none"
-    life.fail(BaseRowMissing("it cannot be read", hint="Mend it."))
+    managed.fail(BaseRowMissing("it cannot be read", hint="Mend it."))
     assert keeping.loads_in_use is None
 
 
@@ -195,36 +199,38 @@ def test_a_log_that_grows_meanwhile_does_not_make_a_table_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quiet = loaded(tmp_path)
-    lives = quiet.lives()
-    life = lives.add(SHOP.table)
-    assert life.applied_position is not None
-    lives.load_store.record_refetch(
-        "first", life.applied_position.position, Lsn(life.applied_position.position.value + 50)
+    registry = quiet.registry()
+    managed = registry.add(SHOP.table)
+    assert managed.applied_position is not None
+    registry.load_store.record_refetch(
+        "first", managed.applied_position.position, Lsn(managed.applied_position.position.value + 50)
     )
-    lives.update_repair_state(life)
-    look = lives.pending
+    registry.update_repair_state(managed)
+    look = registry.pending
 
     def grown(*arguments: Any) -> Any:
         found = look(*arguments)
         quiet.commit(update(1, n=5))
-        lives.refresh_index()
+        registry.refresh_index()
         return found
 
-    monkeypatch.setattr(lives, "pending", grown)
-    assert not lives._has_caught_up(life)
+    monkeypatch.setattr(registry, "pending", grown)
+    assert not registry._has_caught_up(managed)
 
 
 def test_a_part_that_is_loaded_leaves_rows_as_new_as_they_were(tmp_path: Path) -> None:
     quiet = loaded(tmp_path)
-    lives = quiet.lives()
-    life = lives.add(THINGS)
-    assert life.applied_position is not None
-    healed_at = Lsn(life.applied_position.position.value + 500)
-    lives.load_store.record_refetch("first", life.applied_position.position, healed_at)
-    lives.update_repair_state(life)
+    registry = quiet.registry()
+    managed = registry.add(THINGS)
+    assert managed.applied_position is not None
+    healed_at = Lsn(managed.applied_position.position.value + 500)
+    registry.load_store.record_refetch("first", managed.applied_position.position, healed_at)
+    registry.update_repair_state(managed)
     plan = Plan(schema=SHOP, leaves=(), cut=ChunkKind.KEY, chunks=())
     seed = LoadRecord(
-        plan=plan, snapshot_position=life.applied_position.position, request=LoadRequest(table=THINGS, where="id = 9")
+        plan=plan,
+        snapshot_position=managed.applied_position.position,
+        request=LoadRequest(table=THINGS, where="id = 9"),
     )
-    part = RunningLoad(managed=life, record=seed, unread_chunks=deque(), staged={}, shared_snapshot=None)
-    assert newest_row_position(lives, part, life.applied_position.position) == healed_at
+    part = RunningLoad(managed=managed, record=seed, unread_chunks=deque(), staged={}, shared_snapshot=None)
+    assert newest_row_position(registry, part, managed.applied_position.position) == healed_at

@@ -41,42 +41,42 @@ def test_a_micro_batch_is_limited_only_if_more_was_waiting_when_it_was_planned(
 def test_a_table_with_a_row_that_was_read_again_is_at_no_point_until_the_log_has_passed_that(tmp_path: Path) -> None:
     quiet = Quiet(tmp_path)
     quiet.diary.commit()
-    quiet.load_anew([{"id": 1, "n": 1}], "first")
-    lives = quiet.lives()
-    lives.load_store.record_ahead_range("first", Lsn(quiet.cursor.position.value + 150))
-    life = lives.add(SHOP.table)  # as a process finds it that comes after the one that has read
-    assert (life.ahead_of_position, lives.next_range(life, lives.index.last_commit), life.state) == (
+    quiet.reload([{"id": 1, "n": 1}], "first")
+    registry = quiet.registry()
+    registry.load_store.record_ahead_range("first", Lsn(quiet.applied_position.position.value + 150))
+    managed = registry.add(SHOP.table)  # as a process finds it that comes after the one that has read
+    assert (managed.ahead_of_position, registry.next_range(managed, registry.index.last_commit), managed.state) == (
         True,
         None,
         TableState.CATCHING_UP,
     )
-    assert (build_point(lives, lives.index.last_commit), lives.waits_for_log(life)) == (None, True)
+    assert (build_point(registry, registry.index.last_commit), registry.waits_for_log(managed)) == (None, True)
     quiet.commit(insert(2, n=2))
     quiet.diary.commit()
     quiet.apply()
-    lives = quiet.lives()
-    life = lives.add(SHOP.table)
-    assert lives.next_range(life, lives.index.last_commit) is None
-    assert (life.ahead_of_position, life.state) == (False, TableState.LIVE)
-    assert build_point(lives, lives.index.last_commit) is not None
+    registry = quiet.registry()
+    managed = registry.add(SHOP.table)
+    assert registry.next_range(managed, registry.index.last_commit) is None
+    assert (managed.ahead_of_position, managed.state) == (False, TableState.LIVE)
+    assert build_point(registry, registry.index.last_commit) is not None
 
 
 def test_a_load_that_ends_while_it_is_looked_at_is_over(tmp_path: Path) -> None:
     """As `tailrace status` may meet it beside a pipeline that runs."""
     quiet = Quiet(tmp_path)
     quiet.diary.commit()
-    quiet.load_anew([{"id": 1, "n": 1}], "first")
-    lives = quiet.lives()
+    quiet.reload([{"id": 1, "n": 1}], "first")
+    registry = quiet.registry()
     seed = LoadRecord(
         id="first",
         plan=Plan(schema=SHOP, leaves=(), cut=ChunkKind.KEY, chunks=()),
-        snapshot_position=quiet.cursor.position,
+        snapshot_position=quiet.applied_position.position,
     )
-    lives.load_store.begin(seed)
-    life = lives.add(SHOP.table)
-    assert life.catch_up_load == seed.id
-    lives.load_store.end(seed)
-    assert (lives.next_range(life, lives.index.last_commit), life.state) == (None, TableState.LIVE)
+    registry.load_store.begin(seed)
+    managed = registry.add(SHOP.table)
+    assert managed.catch_up_load == seed.id
+    registry.load_store.end(seed)
+    assert (registry.next_range(managed, registry.index.last_commit), managed.state) == (None, TableState.LIVE)
 
 
 def test_a_table_put_back_from_an_older_copy_takes_from_the_log_what_it_lacks(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_table_that_has_more_than_a_log_put_back_from_an_older_copy_is_left_al
     quiet.diary.close()
     newest = max((quiet.settings.log.path / "hot").iterdir())
     newest.unlink()
-    life = quiet.lives().add(SHOP.table)
-    assert (life.state, life.error and life.error.code) == (TableState.FAILED, "table-ahead")
-    assert life.error is not None
-    assert "Put back the newer one" in life.error.hint
+    managed = quiet.registry().add(SHOP.table)
+    assert (managed.state, managed.error and managed.error.code) == (TableState.FAILED, "table-ahead")
+    assert managed.error is not None
+    assert "Put back the newer one" in managed.error.hint

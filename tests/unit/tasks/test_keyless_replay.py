@@ -78,7 +78,7 @@ ONES = with_facts(replace(KEYLESS, columns=KEYLESS.columns[:1]), (1,), 2)
 
 def of_changes(folder: Path, form: str = "mode: append") -> Quiet:
     """A table of changes: one row was read, and of two changes the second is a letter."""
-    made = Quiet(folder, on_bad_row="dead-letter", form=form, table_format=FORMAT)
+    made = Quiet(folder, on_bad_row="dead-letter", spec=form, table_format=FORMAT)
     made.load([{"id": 1, "n": 0}], schema=FULL)
     made.commit(update(1, name="a", n=1), update(1, name="b", unfit=BAD, unfit_text="NaN"), schema=FULL)
     assert made.apply()[-1].error is None
@@ -97,7 +97,7 @@ def of_copies(folder: Path) -> Quiet:
 
 def reshape(quiet: Quiet, schema: TableSchema, *, drop: EvolutionPolicy = EvolutionPolicy.KEEP_NULL) -> None:
     """Give the table another shape, as the pipeline does it; of one that keeps the past the load has landed, too."""
-    place, old = quiet.place, quiet.place.open_for_reading().schema()
+    place, old = quiet.location, quiet.location.open_for_reading().schema()
     assert old is not None
     policies = EvolutionPolicies(drop=drop)
     if place.spec.keeps_past:
@@ -106,7 +106,7 @@ def reshape(quiet: Quiet, schema: TableSchema, *, drop: EvolutionPolicy = Evolut
         recast = plan_evolution(old, schema, policies, no_value, place.spec)
     assert isinstance(recast, Recast)
     recast = replace(recast, schema=schema)
-    done = run(advance_table, EvolveWork(table=THINGS, location=place, recast=recast, expected=quiet.cursor))
+    done = run(advance_table, EvolveWork(table=THINGS, location=place, recast=recast, expected=quiet.applied_position))
     assert done.error is None
 
 
@@ -119,9 +119,11 @@ def run(task: Callable[[Any], Outcome], work: Any) -> Outcome:
 
 
 def work_of(quiet: Quiet) -> ReplayChangesWork:
-    shape = quiet.place.open_for_reading().schema()
+    shape = quiet.location.open_for_reading().schema()
     assert shape is not None
-    return ReplayChangesWork(log=quiet.settings.log.path, location=quiet.place, schema=shape, expected=quiet.cursor)
+    return ReplayChangesWork(
+        log=quiet.settings.log.path, location=quiet.location, schema=shape, expected=quiet.applied_position
+    )
 
 
 def deliver(quiet: Quiet) -> Outcome:
@@ -131,7 +133,9 @@ def deliver(quiet: Quiet) -> Outcome:
 
 
 def letters(quiet: Quiet) -> list[int]:
-    found = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.cursor.seq, quiet.cursor.load)
+    found = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(
+        quiet.applied_position.seq, quiet.applied_position.load
+    )
     return sorted(seq for bundle in found for seq in bundle.seqs)
 
 
@@ -151,10 +155,10 @@ def test_a_change_that_fits_now_is_the_row_that_it_would_have_been_and_comes_onc
     reshape(quiet, TEXT)
     quiet.commit(update(1, name="c", n="3"), schema=TEXT)
     assert quiet.apply()[-1].error is None
-    position = quiet.cursor
+    position = quiet.applied_position
     done = deliver(quiet)
-    assert (done.rows, done.dead_letters, done.version) == (1, 0, quiet.place.open_for_reading().version())
-    assert quiet.cursor == position
+    assert (done.rows, done.dead_letters, done.version) == (1, 0, quiet.location.open_for_reading().version())
+    assert quiet.applied_position == position
     assert told(quiet) == [
         (0, "read", None, "0"),
         (1, "update", "a", "1"),
@@ -174,7 +178,7 @@ def test_what_still_has_no_place_stays_and_says_why(tmp_path: Path) -> None:
     quiet.apply()
     reshape(quiet, retyped(TEXT, "name", pa.int64()))  # what was a text has no place in it
     assert (deliver(quiet).rows, letters(quiet)) == (0, [2, 3, 4])
-    mine = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.cursor.seq)
+    mine = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.applied_position.seq)
     causes = dict(
         zip(
             [seq for one in mine for seq in one.seqs],
@@ -182,7 +186,7 @@ def test_what_still_has_no_place_stays_and_says_why(tmp_path: Path) -> None:
             strict=True,
         )
     )
-    assert "a value of a type that the column no longer has" in causes[2]
+    assert "no longer holds the change's value" in causes[2]
     assert "column=name" in causes[4]
     assert "a rule could not be applied" in causes[3], "whatever the column takes, the value was never written down"
     assert len(told(quiet)) == 2
@@ -210,16 +214,19 @@ def test_a_partial_change_says_under_the_names_of_now_what_did_not_come(tmp_path
 
 
 def test_a_row_that_a_load_could_not_bring_stands_with_those_that_it_brought(tmp_path: Path) -> None:
-    quiet = Quiet(tmp_path, on_bad_row="dead-letter", form="mode: append", table_format=FORMAT)
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter", spec="mode: append", table_format=FORMAT)
     quiet.diary.commit()
     quiet.commit(insert(1, n=1), schema=FULL)
     kept = LoadRejects(FULL, TableSpec(mode=TableMode.APPEND), LoadOrigin(seq=1, position="0/1", read_at=7), Lsn(9))
     (batch,) = record_batches(FULL, [{"id": 2, "name": "x"}])
     list(kept.without_rejects([(batch, pa.array([[{"column": "n", "text": "NaN"}]], change.UNFIT_TYPE))]))
-    quiet.load_anew([{"id": 1, "n": 1}], "first", schema=FULL)
+    quiet.reload([{"id": 1, "n": 1}], "first", schema=FULL)
     aside = DeadLetterStore(quiet.settings.log.path, THINGS)
     aside.write_load_rejects(
-        "first", quiet.cursor.seq, [DeadLetterBatch(schema=FULL, rows=kept.dead_letters)], LettersOrigin(1, "0/1")
+        "first",
+        quiet.applied_position.seq,
+        [DeadLetterBatch(schema=FULL, rows=kept.dead_letters)],
+        LettersOrigin(1, "0/1"),
     )
     quiet.commit(update(2, n=5), schema=FULL)
     quiet.apply()
@@ -284,7 +291,9 @@ def test_a_column_that_is_added_has_in_a_letter_s_row_what_it_has_in_the_others(
     told = replace(shape.facts.columns[1], fast_default="7")
     shape = replace(shape, facts=replace(shape.facts, columns=(shape.facts.columns[0], told)))
     recast = Recast(schema=shape, added=("c",), backfilled=(("c", pa.scalar(7, pa.int32())),), dropped=("b",))
-    done = run(advance_table, EvolveWork(table=THINGS, location=quiet.place, recast=recast, expected=quiet.cursor))
+    done = run(
+        advance_table, EvolveWork(table=THINGS, location=quiet.location, recast=recast, expected=quiet.applied_position)
+    )
     assert done.error is None
     assert deliver(quiet).rows == 3
     assert sorted((row["a"], row["c"]) for row in quiet.content()) == [(1, 7), (2, 7), (2, 7), (2, 7), (3, 7)]
@@ -294,9 +303,11 @@ def test_what_the_source_has_in_a_row_now_is_not_guessed(tmp_path: Path) -> None
     quiet = of_copies(tmp_path)
     unknown = replace(ONES, facts=None)
     recast = Recast(schema=unknown, dropped=("b",))
-    run(advance_table, EvolveWork(table=THINGS, location=quiet.place, recast=recast, expected=quiet.cursor))
+    run(
+        advance_table, EvolveWork(table=THINGS, location=quiet.location, recast=recast, expected=quiet.applied_position)
+    )
     assert (deliver(quiet).rows, letters(quiet), ones(quiet)) == (0, [1, 2, 3], [1, 2])
-    (bundle,) = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.cursor.seq)
+    (bundle,) = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(quiet.applied_position.seq)
     assert "the table has other columns by now" in bundle.rows.column(CAUSE)[0].as_py()
 
 
@@ -338,7 +349,7 @@ def test_killed_anywhere_a_change_is_there_once(tmp_path: Path, place: str, betw
         done = place in PLACES[2:]
         assert letters(quiet) == ([] if done else [2]), "whoever applies looks"
     elif between == "upkeep":
-        quiet.table.compact(UpkeepPlan(file_bytes=None, remove_after_seconds=0), quiet.cursor)
+        quiet.table.compact(UpkeepPlan(file_bytes=None, remove_after_seconds=0), quiet.applied_position)
     elif between == "another shape":
         reshape(quiet, renamed(TEXT, "big", "large"))
     elif between == "another that dies":
@@ -367,14 +378,20 @@ def test_killed_anywhere_the_copies_are_as_many_as_the_source_has(tmp_path: Path
 def test_where_the_driver_dies_around_its_commit_a_change_is_there_once(tmp_path: Path, dies: str) -> None:
     quiet = of_changes(tmp_path)
     reshape(quiet, TEXT)
-    work, table = work_of(quiet), spark_engine()._table(quiet.place)
+    work, table = work_of(quiet), spark_engine()._table(quiet.location)
     with table.scratch() as scratch:
         found = stage_replay_changes(StageReplayChangesWork(work=work, path=scratch / "late.parquet"))
         assert not isinstance(found, TailraceError)
         promised, folded = found
         assert promised.replay_id is not None
         if dies == "after it":
-            table.append_files(TEXT, folded, work.expected, after=promised.previous_replay_id, late=promised.replay_id)
+            table.append_files(
+                TEXT,
+                folded,
+                work.expected,
+                previous_replay_id=promised.previous_replay_id,
+                replay_id=promised.replay_id,
+            )
     assert letters(quiet) == [2]
     assert deliver(quiet).rows == (0 if dies == "after it" else 1)
     assert ([row for row in told(quiet) if row[0] == 2], letters(quiet)) == ([(2, "update", "b", "NaN")], [])
@@ -386,10 +403,10 @@ def test_whoever_was_thought_dead_and_goes_on_adds_nothing_twice(tmp_path: Path)
     reshape(quiet, TEXT)
     row = fold(replace(TEXT, key=()), changes(TEXT, insert(9)))
     with pytest.raises(ForeignWrite):
-        quiet.table.append_rows(TEXT, row, quiet.cursor, after="another", late="mine")
+        quiet.table.append_rows(TEXT, row, quiet.applied_position, previous_replay_id="another", replay_id="mine")
     assert (deliver(quiet).rows, quiet.table.replay_id() is None) == (1, False)
     with pytest.raises(ForeignWrite):
-        quiet.table.append_rows(TEXT, row, quiet.cursor, after=None, late="mine")
+        quiet.table.append_rows(TEXT, row, quiet.applied_position, previous_replay_id=None, replay_id="mine")
 
 
 @not_spark
@@ -399,7 +416,7 @@ def test_a_load_that_adds_to_the_table_does_not_bring_back_what_came_in(tmp_path
     reshape(quiet, TEXT)
     killed(quiet, "letters.delivered", tmp_path)
     aside = DeadLetterStore(quiet.settings.log.path, THINGS)
-    aside.before_load("more", whole=False, now=None, seq=quiet.cursor.seq, late=quiet.table.replay_id())
+    aside.before_load("more", whole=False, now=None, seq=quiet.applied_position.seq, replay_id=quiet.table.replay_id())
     assert letters(quiet) == []
     steps = [
         json.loads(pa.ipc.open_file(path).schema.metadata[b"tailrace"])

@@ -29,7 +29,7 @@ from tailrace.tasks.work import ApplyWork
 from tests.support.changes import KEYLESS, SHOP, Change, Model, delete, insert, truncate, update
 from tests.support.logs import quick_folder
 from tests.support.quiet import THINGS, Quiet
-from tests.unit.spark.test_folding import BIG, STEPS, here, in_commits, stretch
+from tests.unit.tasks.test_fold_files import BIG, STEPS, apply_work, here, in_commits
 
 NAMED = (("big", "large"), ("id", "number"))
 FORMS = [
@@ -64,7 +64,7 @@ def test_what_is_dealt_out_comes_to_what_one_fold_comes_to(
     if not (commits := in_commits(model, steps)):
         return
     with tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder:
-        work = stretch(folder, model.schema, commits, form, times)
+        work = apply_work(folder, model.schema, commits, form, times)
         found = fold_range(work, folder / "scratch", here, rows_max)
         whole = fold_by_mode(form, model.schema, read_changes(work))
         assert rows_of(found) == expected(work, whole)
@@ -75,7 +75,7 @@ def test_what_is_dealt_out_comes_to_what_one_fold_comes_to(
 
 def test_every_change_of_a_keyless_table_is_a_row_and_none_is_dealt_out(tmp_path: Path) -> None:
     rows = [insert({"a": 1, "b": "x"}), delete({"a": 1, "b": "x"}), truncate(), insert({"a": 1, "b": "x"})]
-    work = stretch(tmp_path, KEYLESS, [rows, rows], TableSpec(mode=TableMode.APPEND))
+    work = apply_work(tmp_path, KEYLESS, [rows, rows], TableSpec(mode=TableMode.APPEND))
     found = fold_range(work, tmp_path / "scratch", here, 4)
     assert (found.upserts, found.deletes, found.changes, len(found.files)) == (8, 0, 8, 2)
     assert not list((tmp_path / "scratch").glob("*.arrow"))
@@ -84,7 +84,7 @@ def test_every_change_of_a_keyless_table_is_a_row_and_none_is_dealt_out(tmp_path
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("rows_max", [1, 100])
 def test_what_a_table_cannot_take_is_refused_by_every_form(tmp_path: Path, form: TableSpec, rows_max: int) -> None:
-    work = stretch(tmp_path, SHOP, [[insert(1), insert(2)], [update(1, unfit=("n",))]], form)
+    work = apply_work(tmp_path, SHOP, [[insert(1), insert(2)], [update(1, unfit=("n",))]], form)
     with pytest.raises(ValueUnfit) as refused:
         fold_range(work, tmp_path / "scratch", here, rows_max)
     assert refused.value.hint
@@ -94,8 +94,8 @@ def test_what_a_table_cannot_take_is_refused_by_every_form(tmp_path: Path, form:
 @pytest.mark.parametrize("rows_max", [1, 100])
 def test_what_no_partition_can_be_is_refused_by_every_form(tmp_path: Path, form: TableSpec, rows_max: int) -> None:
     form = replace(form, partition_by=("name",))
-    work = stretch(tmp_path, SHOP, [[insert(1, name="a"), insert(2)], [update(1, name="")], [delete(2)]], form)
-    with pytest.raises(ValueUnfit, match="cannot be that of a partition") as refused:
+    work = apply_work(tmp_path, SHOP, [[insert(1, name="a"), insert(2)], [update(1, name="")], [delete(2)]], form)
+    with pytest.raises(ValueUnfit, match="cannot be a partition value") as refused:
         fold_range(work, tmp_path / "scratch", here, rows_max)
     assert refused.value.fields["column"] == "name"
 
@@ -106,7 +106,7 @@ def test_partitions_that_the_key_names_are_told_while_they_are_few(
     shape = replace(SHOP, key=("id", "name"))
     rows = [insert({"id": key, "name": "ab"[key % 2]}) for key in range(6)]
     commits = [rows[:3], rows[3:], [delete({"id": 0, "name": "c"})]]
-    work = stretch(tmp_path, shape, commits, TableSpec(partition_by=("name",)))
+    work = apply_work(tmp_path, shape, commits, TableSpec(partition_by=("name",)))
     assert fold_range(work, tmp_path / "scratch", here, 3).partitions == {"name": frozenset("abc")}
     monkeypatch.setattr(fold_files, "PARTITIONS_MAX", 2)
     for rows_max in (3, 100):
@@ -141,7 +141,7 @@ def told(kind: str, key: int) -> Change:
 @settings(max_examples=15, deadline=None)
 def test_tasks_set_aside_what_one_would(form: str, steps: list[Any], rows_max: int) -> None:
     with tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder:
-        quiet = Quiet(folder, on_bad_row="dead-letter", form=form)
+        quiet = Quiet(folder, on_bad_row="dead-letter", spec=form)
         quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in (1, 2, 3)])
         quiet.commit(update(1, unfit=BAD), update(2, unfit=BAD))
         assert quiet.apply()[-1].dead_letters == 2
@@ -206,18 +206,18 @@ def pending(quiet: Quiet, changes: list[Change], size: int, schema: TableSchema 
     """The work of applying these, in commits of that size."""
     for start in range(0, len(changes), size):
         quiet.commit(*changes[start : start + size], schema=schema)
-    lives = quiet.lives()
-    life = lives.add(THINGS)
-    found = lives.next_range(life, lives.index.last_commit)
+    registry = quiet.registry()
+    managed = registry.add(THINGS)
+    found = registry.next_range(managed, registry.index.last_commit)
     assert found is not None
     (quiet.file.parent / "scratch").mkdir()
     return ApplyWork(
         table=THINGS,
         log=quiet.settings.log.path,
-        location=life.location,
+        location=managed.location,
         slices=found.slices,
         schema=schema,
-        expected=quiet.cursor,
+        expected=quiet.applied_position,
         position_after=found.position_after,
         dead_letters_enabled=True,
     )
