@@ -1,4 +1,4 @@
-"""What a new shape means for a lake table, and that its rows come out as they must."""
+"""A schema change's plan for a lake table, and the table's rows after it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ START = AppliedPosition(seq=7, commit=1, position=Lsn(160))
 NEXT = AppliedPosition(seq=9, commit=2, position=Lsn(200))
 
 
-def shape(
+def schema_of(
     *columns: tuple[int, str, pa.DataType],
     fills: dict[str, str] | None = None,
     key: tuple[str, ...] = ("id",),
@@ -46,7 +46,7 @@ def shape(
     made: int = 0,
     name: str = "t",
 ) -> TableSchema:
-    """A shape with its facts: each column's number, name and type."""
+    """A schema with its facts: each column's number, name and type."""
     return TableSchema(
         table=TableId("public", name),
         relation=relation,
@@ -71,7 +71,7 @@ def shape(
 
 
 ID, A, B = (1, "id", pa.int64()), (2, "a", pa.int32()), (3, "b", pa.string())
-OLD = shape(ID, A, B)
+OLD = schema_of(ID, A, B)
 ROWS = [{"id": i, "a": i * 10, "b": f"b{i}"} for i in (1, 2, 3)]
 
 
@@ -92,30 +92,32 @@ def recast(new: TableSchema, policies: EvolutionPolicies = DEFAULT_POLICIES, *, 
 # --- the plan ----------------------------------------------------------------------------------------------
 
 
-def test_the_same_version_asks_for_nothing() -> None:
-    assert planned(shape(ID, A, B)) is None
-    assert recast(shape(ID, A, B, file=6)).descriptions == (), "VACUUM FULL: the next ALTER is not blamed for it"
+def test_the_same_version_needs_nothing() -> None:
+    assert planned(schema_of(ID, A, B)) is None
+    assert recast(schema_of(ID, A, B, file=6)).descriptions == (), (
+        "VACUUM FULL: the next ALTER is not taken for a rewrite"
+    )
 
 
 @pytest.mark.parametrize(
     ("new", "policies", "why"),
     [
-        (shape(ID, A, B, relation=10), {}, "created again"),
-        (shape(ID, A, B, key=("id", "a")), {}, "another key"),
-        (shape(ID, A, B, file=6, stamp=2), {}, "written anew"),
-        (shape(ID, (2, "a", pa.int64()), B, file=6, stamp=2), {}, "written anew"),
-        (shape(ID, (2, "a", pa.string()), B), {}, "retyped a"),
-        (shape(ID, (2, "a", pa.int16()), B), {}, "narrowed a"),
-        (shape(ID, (2, "a", pa.int16()), B), {"narrow": REFRESH, "retype": STOP, "widen": STOP}, "narrowed a"),
-        (shape(ID, (2, "a", pa.string()), B), {"narrow": STOP}, "retyped a"),
-        (replace(shape(ID, A, B, (4, "c", pa.int32())), facts=None), {}, "not known"),
-        (shape(ID, A, B, (4, "c", pa.int32()), fills={"c": "odd"}), {}, "cannot be parsed"),
-        (shape(ID, A), {"drop": REFRESH}, "dropped b"),
-        (shape(ID, (2, "x", pa.int32()), B), {"rename": REFRESH}, "renamed a to x"),
-        (shape(ID, A, B, (4, "c", pa.int32())), {"add": REFRESH}, "added c"),
+        (schema_of(ID, A, B, relation=10), {}, "created again"),
+        (schema_of(ID, A, B, key=("id", "a")), {}, "another key"),
+        (schema_of(ID, A, B, file=6, stamp=2), {}, "rewritten"),
+        (schema_of(ID, (2, "a", pa.int64()), B, file=6, stamp=2), {}, "rewritten"),
+        (schema_of(ID, (2, "a", pa.string()), B), {}, "retyped a"),
+        (schema_of(ID, (2, "a", pa.int16()), B), {}, "narrowed a"),
+        (schema_of(ID, (2, "a", pa.int16()), B), {"narrow": REFRESH, "retype": STOP, "widen": STOP}, "narrowed a"),
+        (schema_of(ID, (2, "a", pa.string()), B), {"narrow": STOP}, "retyped a"),
+        (replace(schema_of(ID, A, B, (4, "c", pa.int32())), facts=None), {}, "may have been rewritten"),
+        (schema_of(ID, A, B, (4, "c", pa.int32()), fills={"c": "odd"}), {}, "cannot be parsed"),
+        (schema_of(ID, A), {"drop": REFRESH}, "dropped b"),
+        (schema_of(ID, (2, "x", pa.int32()), B), {"rename": REFRESH}, "renamed a to x"),
+        (schema_of(ID, A, B, (4, "c", pa.int32())), {"add": REFRESH}, "added c"),
     ],
 )
-def test_what_cannot_be_known_or_is_not_wanted_is_loaded_anew(
+def test_an_unknown_or_unwanted_change_reloads_the_table(
     new: TableSchema, policies: dict[str, EvolutionPolicy], why: str
 ) -> None:
     found = planned(new, EvolutionPolicies(**policies))
@@ -124,28 +126,28 @@ def test_what_cannot_be_known_or_is_not_wanted_is_loaded_anew(
 
 
 @pytest.mark.parametrize(
-    ("new", "kind", "said"),
+    ("new", "kind", "change"),
     [
-        (shape(ID, A, B, (4, "c", pa.int32())), "add", "added c"),
-        (shape(ID, A), "drop", "dropped b"),
-        (shape(ID, (2, "x", pa.int32()), B), "rename", "renamed a to x"),
-        (shape(ID, (2, "a", pa.int64()), B), "widen", "widened a"),
-        (shape(ID, (2, "a", pa.int16()), B), "narrow", "narrowed a"),
-        (shape(ID, (2, "a", pa.int16()), B), "retype", "narrowed a"),
-        (shape(ID, (2, "a", pa.int16()), B), "widen", "narrowed a"),
-        (shape(ID, (2, "a", pa.int16()), B, file=6, stamp=2), "narrow", "narrowed a"),
-        (shape(ID, (2, "a", pa.string()), B), "retype", "retyped a"),
-        (shape(ID, (2, "a", pa.string()), B, file=6, stamp=2), "retype", "retyped a"),
-        (shape(ID, (2, "a", pa.int64()), B, file=6, stamp=2), "widen", "widened a"),
-        (shape(ID, A, B, file=6, stamp=2), "rewrite", "written anew"),
-        (shape(ID, A, B, key=("a",)), "key", "another key"),
-        (shape(ID, A, B, relation=10), "recreate", "created again"),
+        (schema_of(ID, A, B, (4, "c", pa.int32())), "add", "added c"),
+        (schema_of(ID, A), "drop", "dropped b"),
+        (schema_of(ID, (2, "x", pa.int32()), B), "rename", "renamed a to x"),
+        (schema_of(ID, (2, "a", pa.int64()), B), "widen", "widened a"),
+        (schema_of(ID, (2, "a", pa.int16()), B), "narrow", "narrowed a"),
+        (schema_of(ID, (2, "a", pa.int16()), B), "retype", "narrowed a"),
+        (schema_of(ID, (2, "a", pa.int16()), B), "widen", "narrowed a"),
+        (schema_of(ID, (2, "a", pa.int16()), B, file=6, stamp=2), "narrow", "narrowed a"),
+        (schema_of(ID, (2, "a", pa.string()), B), "retype", "retyped a"),
+        (schema_of(ID, (2, "a", pa.string()), B, file=6, stamp=2), "retype", "retyped a"),
+        (schema_of(ID, (2, "a", pa.int64()), B, file=6, stamp=2), "widen", "widened a"),
+        (schema_of(ID, A, B, file=6, stamp=2), "rewrite", "rewritten"),
+        (schema_of(ID, A, B, key=("a",)), "key", "another key"),
+        (schema_of(ID, A, B, relation=10), "recreate", "created again"),
     ],
 )
-def test_a_policy_of_stop_stops_and_names_itself(new: TableSchema, kind: str, said: str) -> None:
+def test_a_policy_of_stop_stops_and_names_itself(new: TableSchema, kind: str, change: str) -> None:
     found = planned(new, EvolutionPolicies(**{kind: STOP}))
     assert isinstance(found, SchemaChanged)
-    assert said in found.headline
+    assert change in found.headline
     assert f"`evolution.{kind}` is `stop`" in found.hint
     assert "Change the policy and start again" in found.hint
 
@@ -153,36 +155,36 @@ def test_a_policy_of_stop_stops_and_names_itself(new: TableSchema, kind: str, sa
 @pytest.mark.parametrize(
     ("new", "stops"), [((ID, (2, "x", pa.int32()), B), True), ((ID, (2, "x", pa.int64()), B), False)]
 )
-def test_what_may_be_a_renamed_column_stops_too_where_nothing_is_known_of_it(
+def test_a_possible_rename_without_column_numbers_stops_too(
     new: tuple[tuple[int, str, pa.DataType], ...], stops: bool
 ) -> None:
-    unknown = replace(shape(*new, file=6), facts=None)
+    unknown = replace(schema_of(*new, file=6), facts=None)
     found = planned(unknown, EvolutionPolicies(rename=STOP))
     assert isinstance(found, SchemaChanged) is stops
     assert not stops or "a may have been renamed to x" in found.headline
     assert isinstance(planned(unknown), ReloadNeeded)
 
 
-def test_a_load_that_is_owed_is_made_whatever_the_policies_say_but_what_came_since_is_theirs() -> None:
+def test_an_owed_load_ignores_policies_but_later_changes_do_not() -> None:
     assert OLD.facts is not None
     owed = replace(OLD, facts=replace(OLD.facts, rows_unknown=True))
     assert planned(OLD, EvolutionPolicies(rewrite=STOP), old=owed) == ReloadNeeded(
         schema=OLD, why="a load of it was not committed"
     )
     assert isinstance(
-        planned(shape(ID, A, B, file=6, stamp=2), EvolutionPolicies(rewrite=STOP), old=owed), SchemaChanged
+        planned(schema_of(ID, A, B, file=6, stamp=2), EvolutionPolicies(rewrite=STOP), old=owed), SchemaChanged
     )
 
 
-def test_a_table_that_is_renamed_stops_under_its_old_name() -> None:
-    found = planned(shape(ID, A, B, name="other"))
+def test_a_renamed_table_stops_under_its_old_name() -> None:
+    found = planned(schema_of(ID, A, B, name="other"))
     assert isinstance(found, SchemaChanged)
     assert "renamed to public.other" in found.headline
     assert "evolution" not in found.hint
 
 
-def test_a_column_of_a_table_without_a_key_is_not_kept() -> None:
-    old, new = replace(OLD, key=()), replace(shape(ID, A), key=())
+def test_a_keyless_table_does_not_keep_a_dropped_column() -> None:
+    old, new = replace(OLD, key=()), replace(schema_of(ID, A), key=())
     assert isinstance(planned(new, old=old), ReloadNeeded)
     assert recast(new, EvolutionPolicies(drop=APPLY), old=old).dropped == ("b",)
 
@@ -204,7 +206,7 @@ def test_a_column_of_a_table_without_a_key_is_not_kept() -> None:
         (pa.date32(), pa.timestamp("us"), False),
     ],
 )
-def test_which_types_hold_all_that_another_does(was: pa.DataType, now: pa.DataType, wider: bool) -> None:
+def test_types_that_hold_all_values_of_another(was: pa.DataType, now: pa.DataType, wider: bool) -> None:
     old, new = (Column(name="a", source_type=str(kind), type=kind) for kind in (was, now))
     assert is_wider(old, new) is wider
     assert is_narrower(new, old) is wider
@@ -223,7 +225,7 @@ def test_which_types_hold_all_that_another_does(was: pa.DataType, now: pa.DataTy
         ("xml", "text", False),
     ],
 )
-def test_what_arrives_as_text_is_wider_only_among_texts(was: str, now: str, wider: bool) -> None:
+def test_a_type_stored_as_text_is_wider_only_among_text_types(was: str, now: str, wider: bool) -> None:
     old, new = (Column(name="a", source_type=kind, type=pa.string()) for kind in (was, now))
     assert is_wider(old, new) is wider
 
@@ -247,7 +249,7 @@ def test_what_arrives_as_text_is_wider_only_among_texts(was: str, now: str, wide
         ("numeric(50,2)", "numeric(49,1)"),
     ],
 )
-def test_what_stands_in_brackets_makes_a_type_narrower(was: str, now: str) -> None:
+def test_a_smaller_limit_in_brackets_makes_a_type_narrower(was: str, now: str) -> None:
     old, new = (Column(name="a", source_type=kind, type=pa.string()) for kind in (was, now))
     assert (is_wider(old, new), is_narrower(old, new)) == (False, True)
     assert (is_wider(new, old), is_narrower(new, old)) == (True, False)
@@ -272,14 +274,14 @@ def test_only_a_type_of_the_same_kind_is_narrower(
     assert is_narrower(column(*was), column(*now)) is narrower
 
 
-def test_an_integer_that_becomes_an_oid_is_no_wider_one() -> None:
-    """The server writes no row anew, and shows a negative one as another."""
+def test_an_oid_is_not_wider_than_an_integer() -> None:
+    """The server rewrites no row, and shows a negative value as another one."""
     old, new = column("integer", pa.int32()), column("oid", pa.int64())
     assert (is_wider(old, new), is_narrower(new, old)) == (False, False)
 
 
-def test_what_a_rule_made_wider_is_not_what_it_was() -> None:
-    old = shape(ID, A, B)
+def test_a_type_made_wider_by_a_rule_is_a_retype() -> None:
+    old = schema_of(ID, A, B)
     made = column(f"int32{RULE_MARK}compute#1f", pa.int64())
     found = planned(replace(old, columns=(old.columns[0], made, old.columns[2])))
     assert isinstance(found, ReloadNeeded)
@@ -299,9 +301,9 @@ def table(tmp_path: Path) -> AnyTable:
 
 
 def filled(path: Path, schema: TableSchema, rows: list[dict[str, Any]]) -> AnyTable:
-    made = open_table(path, "a-log")
-    made.load(schema, record_batches(schema, rows), START)
-    return made
+    table = open_table(path, "a-log")
+    table.load(schema, record_batches(schema, rows), START)
+    return table
 
 
 def content(table: AnyTable) -> list[dict[str, Any]]:
@@ -309,32 +311,32 @@ def content(table: AnyTable) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: str(row["id"]))
 
 
-def applied(table: AnyTable, schema: TableSchema, *given: Any) -> None:
+def applied(table: AnyTable, schema: TableSchema, *rows: Any) -> None:
     start = table.applied_position()
     assert start is not None
-    table.apply(schema, fold(schema, changes(schema, *given)), start, replace(start, seq=start.seq + 1))
+    table.apply(schema, fold(schema, changes(schema, *rows)), start, replace(start, seq=start.seq + 1))
 
 
 @pytest.mark.parametrize(
     ("new", "policies", "rows"),
     [
-        (shape(ID, A, B, (4, "c", pa.int32())), {}, [row | {"c": None} for row in ROWS]),
-        (shape(ID, A, B, (4, "c", pa.int32()), fills={"c": "5"}), {}, [row | {"c": 5} for row in ROWS]),
-        (shape(ID, A), {}, ROWS),
-        (shape(ID, A), {"drop": APPLY}, [{"id": row["id"], "a": row["a"]} for row in ROWS]),
-        (shape(ID, (2, "x", pa.int32()), B), {}, [{"id": r["id"], "x": r["a"], "b": r["b"]} for r in ROWS]),
-        (shape(ID, (2, "a", pa.int64()), B), {}, ROWS),
-        (shape(ID, A, (4, "b", pa.int32())), {}, [
+        (schema_of(ID, A, B, (4, "c", pa.int32())), {}, [row | {"c": None} for row in ROWS]),
+        (schema_of(ID, A, B, (4, "c", pa.int32()), fills={"c": "5"}), {}, [row | {"c": 5} for row in ROWS]),
+        (schema_of(ID, A), {}, ROWS),
+        (schema_of(ID, A), {"drop": APPLY}, [{"id": row["id"], "a": row["a"]} for row in ROWS]),
+        (schema_of(ID, (2, "x", pa.int32()), B), {}, [{"id": r["id"], "x": r["a"], "b": r["b"]} for r in ROWS]),
+        (schema_of(ID, (2, "a", pa.int64()), B), {}, ROWS),
+        (schema_of(ID, A, (4, "b", pa.int32())), {}, [
             {"id": r["id"], "a": r["a"], "b": None, "b__dropped": r["b"]} for r in ROWS
         ]),
-        (shape(ID, (3, "a", pa.string()), (2, "b", pa.int32())), {}, [
+        (schema_of(ID, (3, "a", pa.string()), (2, "b", pa.int32())), {}, [
             {"id": r["id"], "a": r["b"], "b": r["a"]} for r in ROWS
         ]),
-        (shape(ID, B, A), {}, ROWS),
+        (schema_of(ID, B, A), {}, ROWS),
     ],
     ids=["add", "add-filled", "drop-kept", "drop", "rename", "widen", "drop-and-add", "swap", "order"],
 )  # fmt: skip
-def test_rows_at_rest_become_rows_of_the_new_shape(
+def test_existing_rows_get_the_new_schema(
     table: AnyTable, new: TableSchema, policies: dict[str, EvolutionPolicy], rows: list[dict[str, Any]]
 ) -> None:
     done = table.evolve(recast(new, EvolutionPolicies(**policies)), START)
@@ -347,23 +349,23 @@ def test_rows_at_rest_become_rows_of_the_new_shape(
 
 
 def test_a_key_may_be_renamed(table: AnyTable) -> None:
-    new = shape((1, "ident", pa.int64()), A, B, key=("ident",))
+    new = schema_of((1, "ident", pa.int64()), A, B, key=("ident",))
     table.evolve(recast(new), START)
     applied(table, new, update({"ident": 1}, a=5, b="x"), delete({"ident": 2}))
     rows = sorted(rows_of(table._path).to_pylist(), key=lambda row: row["ident"])
     assert rows == [{"ident": 1, "a": 5, "b": "x"}, {"ident": 3, "a": 30, "b": "b3"}]
 
 
-def test_what_a_new_shape_costs_to_write_is_told(table: AnyTable) -> None:
-    wider = shape(ID, A, B, (4, "c", pa.int32()))
+def test_a_recast_reports_the_bytes_it_wrote(table: AnyTable) -> None:
+    wider = schema_of(ID, A, B, (4, "c", pa.int32()))
     assert table.evolve(recast(wider), START).bytes == 0, "no row is written"
-    filled = shape(ID, A, B, (4, "c", pa.int32()), (5, "d", pa.int32()), fills={"d": "5"})
+    filled = schema_of(ID, A, B, (4, "c", pa.int32()), (5, "d", pa.int32()), fills={"d": "5"})
     done = table.evolve(recast(filled, old=wider), START)
     assert done.bytes == sum((data_folder(table._path) / name).stat().st_size for name in table.files()) > 0
 
 
-def test_what_was_done_is_not_done_again(table: AnyTable) -> None:
-    step = recast(shape(ID, A, B, (4, "c", pa.int32()), fills={"c": "5"}))
+def test_a_repeated_recast_makes_no_commit(table: AnyTable) -> None:
+    step = recast(schema_of(ID, A, B, (4, "c", pa.int32()), fills={"c": "5"}))
     table.evolve(step, START)
     commits = commits_of(table._path)
     assert table.evolve(step, START).committed is False
@@ -372,14 +374,14 @@ def test_what_was_done_is_not_done_again(table: AnyTable) -> None:
 
 def test_a_null_column_costs_no_rewrite(table: AnyTable) -> None:
     before = table.files()
-    table.evolve(recast(shape(ID, A, B, (4, "c", pa.timestamp("us")))), START)
+    table.evolve(recast(schema_of(ID, A, B, (4, "c", pa.timestamp("us")))), START)
     assert table.files() == before
-    applied(table, shape(ID, A, B, (4, "c", pa.timestamp("us"))), insert(4, a=1))
+    applied(table, schema_of(ID, A, B, (4, "c", pa.timestamp("us"))), insert(4, a=1))
     assert [row["c"] for row in content(table)] == [None] * 4
 
 
-def test_rows_that_come_have_null_in_a_kept_column_and_others_keep_theirs(table: AnyTable) -> None:
-    new = shape(ID, A)
+def test_new_rows_have_null_in_a_retained_column_and_others_keep_their_values(table: AnyTable) -> None:
+    new = schema_of(ID, A)
     table.evolve(recast(new), START)
     applied(table, new, insert(4, a=40), update(1, a=11), delete(2))
     assert content(table) == [
@@ -391,8 +393,8 @@ def test_rows_that_come_have_null_in_a_kept_column_and_others_keep_theirs(table:
     assert content(table) == [{"id": 5, "a": 50, "b": None}]
 
 
-def test_a_kept_column_survives_a_refresh(table: AnyTable, tmp_path: Path) -> None:
-    new = shape(ID, A)
+def test_a_retained_column_survives_a_partial_reload(table: AnyTable, tmp_path: Path) -> None:
+    new = schema_of(ID, A)
     table.evolve(recast(new), START)
     rows = [{"id": 1, "a": 10}, {"id": 2, "a": 21}, {"id": 4, "a": 40}]
     files = stage(staging(tmp_path / "t"), "again", new, record_batches(new, rows))
@@ -404,15 +406,15 @@ def test_a_kept_column_survives_a_refresh(table: AnyTable, tmp_path: Path) -> No
     ]
 
 
-def test_a_load_anew_has_the_source_s_columns_only(table: AnyTable) -> None:
-    new = shape(ID, A)
+def test_a_reload_leaves_only_the_source_s_columns(table: AnyTable) -> None:
+    new = schema_of(ID, A)
     table.evolve(recast(new), START)
     table.load(new, record_batches(new, [{"id": 1, "a": 1}]), NEXT)
     assert content(table) == [{"id": 1, "a": 1}]
 
 
 def test_many_changes_at_once(table: AnyTable) -> None:
-    new = shape(
+    new = schema_of(
         ID, (3, "note", pa.string()), (4, "price", pa.decimal128(10, 2)), (5, "a", pa.string()), fills={"price": "1.50"}
     )
     table.evolve(recast(new), START)
@@ -421,18 +423,18 @@ def test_many_changes_at_once(table: AnyTable) -> None:
 
 def test_an_empty_table_evolves_too(tmp_path: Path) -> None:
     table = filled(tmp_path / "e", OLD, [])
-    new = shape(ID, (2, "x", pa.int64()), (4, "c", pa.int32()), fills={"c": "5"})
+    new = schema_of(ID, (2, "x", pa.int64()), (4, "c", pa.int32()), fills={"c": "5"})
     table.evolve(recast(new), START)
     applied(table, new, insert(1, x=2, c=3))
     assert content(table) == [{"id": 1, "x": 2, "c": 3, "b": None}]
 
 
-def test_from_elsewhere_nothing_is_recast(table: AnyTable) -> None:
+def test_a_recast_from_another_position_is_refused(table: AnyTable) -> None:
     with pytest.raises(ForeignWrite, match="not at the position"):
-        table.evolve(recast(shape(ID, A)), NEXT)
+        table.evolve(recast(schema_of(ID, A)), NEXT)
 
 
-def test_what_somebody_else_has_changed_is_not_recast(table: AnyTable) -> None:
+def test_a_table_with_a_foreign_write_is_not_recast(table: AnyTable) -> None:
     others.append(table._path)
     with pytest.raises(ForeignWrite):
-        table.evolve(recast(shape(ID, A)), START)
+        table.evolve(recast(schema_of(ID, A)), START)

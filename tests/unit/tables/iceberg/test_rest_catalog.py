@@ -1,4 +1,4 @@
-"""How a REST catalog is shown who asks: by a token, or by a credential that is given for one."""
+"""Authentication at a REST catalog: by a token, or by a credential exchanged for one."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ FORM = {"grant_type": "client_credentials", "client_id": "us", "client_secret": 
 
 @dataclass
 class Server:
-    """A catalog of one table that wants a token, and gives tokens away; what it was asked, it remembers."""
+    """A catalog of one table that requires a token and issues tokens. It records its requests."""
 
     good: set[str] = field(default_factory=set)
-    """Tokens that it takes."""
+    """Tokens that it accepts."""
     forms: list[dict[str, str]] = field(default_factory=list)
-    asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     answer: tuple[int, Any] | None = None
-    """To whoever wants a token."""
+    """Its response to a token request."""
     expires_in: float | None = 3600
     uri: str = ""
 
     def respond(self, method: str, path: str, headers: dict[str, str], body: str) -> tuple[int, Any]:
-        self.asked.append((method, path, headers))
+        self.requests.append((method, path, headers))
         if method == "POST":
             self.forms.append(dict(parse_qsl(body)))
             self.good = {f"t0ken-{len(self.forms)}"}
@@ -88,7 +88,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(rest_catalog, "_tokens", {})  # another may have had the same port
+    monkeypatch.setattr(rest_catalog, "_tokens", {})  # another test may have used the same port
     with Server().listening() as found:
         yield found
 
@@ -100,7 +100,7 @@ def look(server: Server, name: str = "t", **properties: str) -> dict[str, Any] |
 
 
 def refused(server: Server, **properties: str) -> str:
-    """What is said; no secret is, nor by what caused it."""
+    """Return the error's text; neither it nor its causes have a secret."""
     with pytest.raises(TableUnusable, match="catalog cannot be read") as caught:
         look(server, **properties)
     shown = "".join(traceback.format_exception(caught.value))
@@ -108,15 +108,15 @@ def refused(server: Server, **properties: str) -> str:
     return str(caught.value)
 
 
-def test_a_credential_is_given_for_a_token_which_serves_for_all_that_is_asked(server: Server) -> None:
+def test_a_credential_is_exchanged_once_for_a_token_for_all_requests(server: Server) -> None:
     assert look(server, credential=CREDENTIAL) == {"format-version": 5}
     assert look(server, "other", credential=CREDENTIAL) is None
     assert server.forms == [FORM]
-    assert [path for method, path, _ in server.asked if method == "POST"] == ["/v1/oauth/tokens"]
-    assert {headers["authorization"] for method, _, headers in server.asked if method == "GET"} == {"Bearer t0ken-1"}
+    assert [path for method, path, _ in server.requests if method == "POST"] == ["/v1/oauth/tokens"]
+    assert {headers["authorization"] for method, _, headers in server.requests if method == "GET"} == {"Bearer t0ken-1"}
 
 
-def test_a_token_is_got_anew_before_its_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_renewed_before_its_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.expires_in = 100
     now = monotonic()
     monkeypatch.setattr(rest_catalog, "monotonic", lambda: now)
@@ -142,26 +142,26 @@ def test_a_token_without_an_end_is_used_for_an_hour(server: Server, monkeypatch:
     assert len(server.forms) == 2
 
 
-def test_a_token_that_is_not_taken_any_more_is_got_anew_once(server: Server) -> None:
+def test_a_rejected_token_is_renewed_once(server: Server) -> None:
     look(server, credential=CREDENTIAL)
     server.good = set()
     assert look(server, credential=CREDENTIAL) == {"format-version": 5}
     assert len(server.forms) == 2
 
 
-def test_a_catalog_that_takes_no_token_is_not_asked_for_ever(server: Server) -> None:
+def test_a_catalog_that_rejects_every_token_is_not_asked_forever(server: Server) -> None:
     server.answer = 200, {"access_token": "t0ken-wrong"}
     assert "HTTP 401" in refused(server, credential=CREDENTIAL)
-    assert [method for method, _, _ in server.asked] == ["POST", "GET", "POST", "GET"]
+    assert [method for method, _, _ in server.requests] == ["POST", "GET", "POST", "GET"]
 
 
-def test_what_the_connector_knows_of_oauth_is_known_here(server: Server) -> None:
+def test_the_connector_s_oauth_properties_are_supported(server: Server) -> None:
     with Server().listening() as tokens:
         tokens.answer = 200, {"access_token": "elsewhere", "expires_in": 3600}
         server.good = {"elsewhere"}
         given = {"oauth2__server__uri": f"{tokens.uri}/realm/token", "scope": "a b", "audience": "x", "resource": "y"}
         assert look(server, credential=" s3cret ", token="first", **given) == {"format-version": 5}
-    ((_, path, headers),) = tokens.asked
+    ((_, path, headers),) = tokens.requests
     assert (path, headers["authorization"], server.forms) == ("/realm/token", "Bearer first", [])
     assert tokens.forms == [
         {
@@ -174,52 +174,52 @@ def test_what_the_connector_knows_of_oauth_is_known_here(server: Server) -> None
     ]
 
 
-def test_where_tokens_are_had_may_be_said_as_a_place_of_the_catalog(server: Server) -> None:
+def test_the_token_endpoint_may_be_a_path_at_the_catalog(server: Server) -> None:
     look(server, credential=CREDENTIAL, oauth2__server__uri="other/tokens")
-    assert server.asked[0][1] == "/other/tokens"
+    assert server.requests[0][1] == "/other/tokens"
 
 
-def test_headers_go_with_every_request(server: Server) -> None:
+def test_headers_are_sent_with_every_request(server: Server) -> None:
     look(server, credential=CREDENTIAL, **{"header.X-Tenant": "shop"})
-    assert [headers.get("x-tenant") for _, _, headers in server.asked] == ["shop"] * 3
+    assert [headers.get("x-tenant") for _, _, headers in server.requests] == ["shop"] * 3
 
 
-def test_a_catalogs_own_word_counts_more_than_ours_but_not_for_who_sees_our_credential(server: Server) -> None:
+def test_a_catalog_overrides_settings_but_not_where_our_credential_is_sent(server: Server) -> None:
     server.config = {
         "defaults": {"header.X-A": "theirs", "header.X-B": "theirs", "prefix": None},
         "overrides": {"header.X-C": "theirs", "oauth2-server-uri": "http://127.0.0.1:1/elsewhere", "scope": "theirs"},
     }
     given = {"header.X-A": "ours", "header.X-C": "ours"}
     assert look(server, credential=CREDENTIAL, **given) == {"format-version": 5}
-    headers = server.asked[-1][2]
+    headers = server.requests[-1][2]
     assert [headers[name] for name in ("x-a", "x-b", "x-c")] == ["ours", "theirs", "theirs"]
     assert server.forms == [FORM]
 
 
-def test_a_catalog_may_give_a_token_with_its_settings(server: Server) -> None:
+def test_a_catalog_may_return_a_token_in_its_config(server: Server) -> None:
     server.good, server.config = {"first", "second"}, {"overrides": {"token": "second"}}
     assert look(server, token="first") == {"format-version": 5}
-    assert [headers["authorization"] for _, _, headers in server.asked] == ["Bearer first", "Bearer second"]
+    assert [headers["authorization"] for _, _, headers in server.requests] == ["Bearer first", "Bearer second"]
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "reason"),
     [
-        ((401, {"error": "invalid_client", "error_description": "us:s3cret"}), "HTTP 401 (invalid_client), when asked"),
-        ((400, {"error": "s3cret"}), "HTTP 400, when requesting a token"), ((404, {}), "HTTP 404, when asked"),
-        ((200, {"token": "t0ken"}), "no token in the response"), ((200, "s3cret"), "not JSON, when asked"),
+        ((401, {"error": "invalid_client", "error_description": "us:s3cret"}), "HTTP 401 (invalid_client), when"),
+        ((400, {"error": "s3cret"}), "HTTP 400, when requesting a token"), ((404, {}), "HTTP 404, when"),
+        ((200, {"token": "t0ken"}), "no token in the response"), ((200, "s3cret"), "not JSON, when"),
         ((200, ["s3cret"]), "not a JSON object"),
     ],
 )  # fmt: skip
-def test_a_token_that_is_not_had_is_an_error_and_never_a_new_table(
-    server: Server, answer: tuple[int, Any], said: str
+def test_a_failed_token_request_is_an_error_and_never_a_new_table(
+    server: Server, answer: tuple[int, Any], reason: str
 ) -> None:
     server.answer = answer
-    assert said in refused(server, credential=CREDENTIAL)
+    assert reason in refused(server, credential=CREDENTIAL)
 
 
 @pytest.mark.parametrize(
-    ("properties", "said"),
+    ("properties", "reason"),
     [
         ({}, "HTTP 401"), ({"token": "s3cret-t0ken"}, "HTTP 401"), ({"token": "s3cret\n"}, "invalid characters"),
         ({"header.X-Key": "s3cret\u20ac", "token": "x"}, "invalid characters"),
@@ -227,13 +227,13 @@ def test_a_token_that_is_not_had_is_an_error_and_never_a_new_table(
         ({"token": "x", "rest.auth.type": "none"}, "HTTP 401"),
     ],
 )  # fmt: skip
-def test_what_does_not_show_who_asks_is_told_without_a_secret(
-    server: Server, properties: dict[str, str], said: str
+def test_failed_authentication_is_reported_without_a_secret(
+    server: Server, properties: dict[str, str], reason: str
 ) -> None:
-    assert said in refused(server, **properties)
+    assert reason in refused(server, **properties)
 
 
-def test_an_address_where_no_catalog_is_is_an_error_and_never_a_new_table(server: Server) -> None:
+def test_an_address_without_a_catalog_is_an_error_and_never_a_new_table(server: Server) -> None:
     server.good = {"t0ken"}
     assert look(server, "other", token="t0ken") is None
     server.uri += "/elsewhere"
@@ -241,20 +241,20 @@ def test_an_address_where_no_catalog_is_is_an_error_and_never_a_new_table(server
     assert "HTTP 404" in refused(server, token="t0ken")
 
 
-def test_a_server_that_hangs_up_or_an_address_that_is_none_is_told_without_a_secret(server: Server) -> None:
+def test_a_broken_connection_or_address_is_reported_without_a_secret(server: Server) -> None:
     for uri in ("http://us:s3cret@127.0.0.1", "http://127.0.0.1:1/s3cret"):
         server.uri = uri
         refused(server, credential=CREDENTIAL)
 
 
-def test_whoever_we_are_sent_on_to_is_not_shown_who_we_are(server: Server) -> None:
+def test_a_redirect_s_target_gets_no_token_and_no_header(server: Server) -> None:
     with Server().listening() as another:
-        server.respond = lambda *_: (302, f"{another.uri}/v1/config")  # type: ignore[method-assign] # it sends on
+        server.respond = lambda *_: (302, f"{another.uri}/v1/config")  # type: ignore[method-assign] # it redirects
         refused(server, token="t0ken", **{"header.X-Key": "s3cret"})
-        ((_, _, headers),) = another.asked
+        ((_, _, headers),) = another.requests
     assert not {"authorization", "x-key"} & set(headers)
 
 
-def test_processes_that_are_sent_a_catalog_show_no_secret_of_it(server: Server) -> None:
+def test_the_text_of_a_catalog_has_no_secret(server: Server) -> None:
     catalog = Catalog(kind="rest", root=Path("/lake"), uri=server.uri, properties={"credential": CREDENTIAL})
     assert "s3cret" not in repr(catalog)

@@ -1,4 +1,4 @@
-"""Tables with deletion vectors or column mapping, as far as they need no Spark: made, refused, joined, made anew."""
+"""Tables with deletion vectors or column mapping: work that needs no Spark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.mirrors import LOG, ROWS, at, by_id, content
 
 VECTORS, MAPPING = Features(deletion_vectors=True), Features(column_mapping=True)
 BOTH = Features(deletion_vectors=True, column_mapping=True)
-JOIN = UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=None)
+COMPACT = UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=None)
 
 
 def features(path: Path) -> set[str]:
@@ -30,11 +30,13 @@ def features(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("given", "names"),
+    ("features_set", "names"),
     [(VECTORS, {"deletionVectors"}), (MAPPING, {"columnMapping"}), (BOTH, {"deletionVectors", "columnMapping"})],
 )
-def test_a_table_is_made_with_them_and_delta_rs_refuses_it(tmp_path: Path, given: Features, names: set[str]) -> None:
-    table = DeltaRsTable(tmp_path, LOG, features=given)
+def test_a_table_with_features_is_loaded_and_refused_by_delta_rs(
+    tmp_path: Path, features_set: Features, names: set[str]
+) -> None:
+    table = DeltaRsTable(tmp_path, LOG, features=features_set)
     assert table.load(SHOP, record_batches(SHOP, ROWS), at(0)) == 5
     assert features(tmp_path) == names
     assert (table.applied_position(), table.schema(), table.rows(), table.version()) == (at(0), SHOP, 5, 0)
@@ -49,7 +51,7 @@ def test_a_table_is_made_with_them_and_delta_rs_refuses_it(tmp_path: Path, given
         plain.apply(SHOP, fold(SHOP, changes(SHOP, update(1, n=1))), at(0), at(10))
 
 
-def test_loaded_anew_it_has_them_no_more(tmp_path: Path) -> None:
+def test_a_reload_without_features_removes_them(tmp_path: Path) -> None:
     DeltaRsTable(tmp_path, LOG, features=BOTH).load(SHOP, record_batches(SHOP, ROWS), at(0))
     plain = DeltaRsTable(tmp_path, LOG)
     plain.load(SHOP, record_batches(SHOP, ROWS[:2]), at(10))
@@ -66,35 +68,35 @@ def test_a_feature_that_someone_turned_on_is_named(tmp_path: Path) -> None:
     DeltaTable(str(tmp_path)).alter.add_feature(TableFeatures.DeletionVectors, allow_protocol_versions_increase=True)
     with pytest.raises(TableUnusable, match="deletionVectors") as refused:
         plain.applied_position()
-    assert refused.value.hint.startswith("Run `tailrace snapshot"), "the other engine would not go on with it either"
+    assert refused.value.hint.startswith("Run `tailrace snapshot"), "the other engine could not continue with it either"
     with pytest.raises(ForeignWrite):
         DeltaRsTable(tmp_path, LOG, features=VECTORS).applied_position()
     plain.load(SHOP, record_batches(SHOP, ROWS), at(10))
     assert (plain.applied_position(), features(tmp_path)) == (at(10), set())
 
 
-def test_of_two_who_look_at_the_same_version_one_commits(tmp_path: Path) -> None:
+def test_of_two_loads_from_one_version_only_one_commits(tmp_path: Path) -> None:
     path = tmp_path / "t"
     tables = [DeltaRsTable(path, LOG, features=BOTH) for _ in range(2)]
     tables[0].load(SHOP, record_batches(SHOP, ROWS), at(0))
-    seen = tables[1]._own_table(SHOP.table)
+    opened = tables[1]._own_table(SHOP.table)
     files = [stage(path, name, SHOP, record_batches(SHOP, ROWS)) for name in ("a", "b")]
     tables[0].commit_load(SHOP, files[0], at(10))
     with pytest.raises(ForeignWrite, match="at the same time"):
-        tables[1]._commit_files(seen, SHOP, files[1], at(20), None)
+        tables[1]._commit_files(opened, SHOP, files[1], at(20), None)
     assert tables[0].applied_position() == at(10)
-    assert tables[0].commit_load(SHOP, files[0], at(10)) == 5, "again: it is there"
+    assert tables[0].commit_load(SHOP, files[0], at(10)) == 5, "repeated: the files are in the table already"
     assert tables[0].version() == 1
 
 
-def test_small_files_are_joined_under_the_names_they_have_there(tmp_path: Path) -> None:
+def test_small_files_are_compacted_under_their_column_names_in_files(tmp_path: Path) -> None:
     files = list[StagedFile]()
     for number in range(10):
         files += stage(tmp_path, f"load-{number}", SHOP, record_batches(SHOP, [{"id": number, "big": str(number)}]))
     table = DeltaRsTable(tmp_path, LOG, features=BOTH)
     table.commit_load(SHOP, files, at(0))
-    tended = table.compact(JOIN, at(0))
-    assert (tended.files_compacted, tended.files_written, len(table.files()), table.applied_position()) == (
+    result = table.compact(COMPACT, at(0))
+    assert (result.files_compacted, result.files_written, len(table.files()), table.applied_position()) == (
         10,
         1,
         1,
@@ -119,7 +121,7 @@ def test_files_are_known_from_a_checkpoint_too(tmp_path: Path) -> None:
     assert (set(live_files(tmp_path, 1)), table.rows()) == (set(table.files()), 1)
 
 
-def test_features_that_nobody_here_knows_are_left_alone(tmp_path: Path) -> None:
+def test_a_table_with_unknown_features_is_not_written(tmp_path: Path) -> None:
     table = DeltaRsTable(tmp_path, LOG, features=BOTH)
     table.load(SHOP, record_batches(SHOP, ROWS), at(0))
     DeltaTable(str(tmp_path)).alter.add_feature(TableFeatures.RowTracking, allow_protocol_versions_increase=True)
@@ -129,7 +131,7 @@ def test_features_that_nobody_here_knows_are_left_alone(tmp_path: Path) -> None:
     assert table.version() == 1
 
 
-def test_a_timestamp_without_a_zone_is_a_feature_beside_them(tmp_path: Path) -> None:
+def test_a_timestamp_without_a_zone_is_one_more_feature(tmp_path: Path) -> None:
     timed = table_schema({"id": pa.int64(), "at": pa.timestamp("us")})
     DeltaRsTable(tmp_path, LOG, features=MAPPING).load(timed, record_batches(timed, [{"id": 1}]), at(0))
     assert features(tmp_path) == {"columnMapping", "timestampNtz"}
@@ -137,8 +139,8 @@ def test_a_timestamp_without_a_zone_is_a_feature_beside_them(tmp_path: Path) -> 
     assert features(tmp_path) == {"timestampNtz"}
 
 
-def test_a_vector_s_file_is_known_by_its_name() -> None:
-    said = json.loads('{"storageType": "u", "pathOrInlineDv": "ab^-aqEH.-t@S}K{vb[*k^", "sizeInBytes": 1}')
-    assert vector_file(said) == "ab/deletion_vector_d2c639aa-8816-431a-aaf6-d3fe2512ff61.bin"
+def test_a_vector_s_file_name_is_decoded() -> None:
+    vector = json.loads('{"storageType": "u", "pathOrInlineDv": "ab^-aqEH.-t@S}K{vb[*k^", "sizeInBytes": 1}')
+    assert vector_file(vector) == "ab/deletion_vector_d2c639aa-8816-431a-aaf6-d3fe2512ff61.bin"
     assert vector_file({"storageType": "i", "pathOrInlineDv": "x"}) is None
     assert vector_file(None) is None

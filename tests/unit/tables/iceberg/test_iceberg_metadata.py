@@ -1,4 +1,4 @@
-"""What an Iceberg table's metadata says: its columns' numbers, our position, and who else was there."""
+"""An Iceberg table's metadata: its columns' ids, our position, and foreign writes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tailrace.tables.iceberg.table import IcebergTable
 from tailrace.tables.port import AppliedPosition
 from tests.support.changes import SHOP, table_schema
 
-CURSOR = AppliedPosition(seq=7, commit=1, position=Lsn(160), load="a-load")
-MINE = CommitRecord(log="a-log", applied_position=CURSOR, schema=SHOP)
+POSITION = AppliedPosition(seq=7, commit=1, position=Lsn(160), load="a-load")
+OUR_RECORD = CommitRecord(log="a-log", applied_position=POSITION, schema=SHOP)
 
 
 def column(name: str, kind: pa.DataType) -> Column:
@@ -47,7 +47,7 @@ def column(name: str, kind: pa.DataType) -> Column:
 NESTED = table_schema({"id": pa.int16(), "tags": pa.list_(pa.list_(pa.string())), "n": pa.decimal128(5, 2)})
 
 
-def test_columns_are_numbered_before_what_is_in_them() -> None:
+def test_columns_get_ids_before_nested_elements() -> None:
     inner = {"type": "list", "element-id": 5, "element": "string", "element-required": False}
     outer = {"type": "list", "element-id": 4, "element": inner, "element-required": False}
     assert [(field["id"], field["type"]) for field in fresh_fields(NESTED.columns)] == [
@@ -57,7 +57,7 @@ def test_columns_are_numbered_before_what_is_in_them() -> None:
     ]
 
 
-def test_files_know_their_columns_by_the_same_numbers() -> None:
+def test_files_have_the_same_column_ids() -> None:
     def numbers(field: pa.Field) -> list[int]:
         inside = numbers(field.type.value_field) if pa.types.is_list(field.type) else []
         return [int(field.metadata[b"PARQUET:field_id"]), *inside]
@@ -65,7 +65,7 @@ def test_files_know_their_columns_by_the_same_numbers() -> None:
     assert [numbers(field) for field in file_fields(NESTED)] == [[1], [2, 4, 5], [3]]
 
 
-def test_a_table_s_columns_are_known_as_arrow_has_them() -> None:
+def test_a_table_s_columns_are_mapped_to_arrow_types() -> None:
     assert columns_of(fresh_fields(NESTED.columns)) == {
         "id": pa.int32(),
         "tags": pa.list_(pa.list_(pa.string())),
@@ -80,24 +80,24 @@ def test_a_type_that_iceberg_does_not_have_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["_deleted", "_FILE", "_row_id"])
-def test_a_name_of_iceberg_s_own_is_refused_with_what_to_do(name: str) -> None:
+def test_a_name_that_iceberg_reserves_is_refused_with_a_hint(name: str) -> None:
     with pytest.raises(TableUnusable, match="Iceberg reserves") as refused:
         refuse_iceberg_names(table_schema({"id": pa.int64(), name: pa.string()}))
     assert "columns:" in refused.value.hint
 
 
-def laid(*columns: tuple[Column, str | None], **filled: Any) -> RecastColumns:
-    values = {name: pa.scalar(value) for name, value in filled.items()}
+def recast_columns(*columns: tuple[Column, str | None], **backfilled: Any) -> RecastColumns:
+    values = {name: pa.scalar(value) for name, value in backfilled.items()}
     return RecastColumns(
         columns=tuple(c for c, _ in columns), source_names=tuple(old for _, old in columns), backfilled=values
     )
 
 
-def test_a_column_keeps_its_number_and_one_that_comes_gets_one_that_none_ever_had() -> None:
-    held = fresh_fields(NESTED.columns)
+def test_a_column_keeps_its_id_and_a_new_one_gets_an_unused_id() -> None:
+    old_fields = fresh_fields(NESTED.columns)
     found = recast_fields(
-        held,
-        laid(
+        old_fields,
+        recast_columns(
             (column("key", pa.int32()), "id"),
             (column("n", pa.list_(pa.int64())), None),
             (column("n__dropped", pa.decimal128(9, 2)), "n"),
@@ -123,13 +123,13 @@ def test_a_column_keeps_its_number_and_one_that_comes_gets_one_that_none_ever_ha
 def test_files_stay_as_they_are_where_iceberg_reads_them_as_the_wider_type(
     was: pa.DataType, now: pa.DataType, stays: bool
 ) -> None:
-    held = fresh_fields([column("a", was)])
-    assert (recast_fields(held, laid((column("a", now), "a")), 9) is not None) == stays
+    old_fields = fresh_fields([column("a", was)])
+    assert (recast_fields(old_fields, recast_columns((column("a", now), "a")), 9) is not None) == stays
 
 
-def test_values_that_are_filled_in_are_written() -> None:
-    held = fresh_fields([column("a", pa.int32())])
-    assert recast_fields(held, laid((column("b", pa.int32()), None), b=1), 1) is None
+def test_a_backfill_rewrites_the_rows() -> None:
+    old_fields = fresh_fields([column("a", pa.int32())])
+    assert recast_fields(old_fields, recast_columns((column("b", pa.int32()), None), b=1), 1) is None
 
 
 # --- partitions ----------------------------------------------------------------------------------------------
@@ -163,17 +163,17 @@ def test_a_table_that_is_partitioned_as_before_keeps_its_snapshots() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_columns_no_longer_mean_is_forgotten(now: list[Field], names: list[str]) -> None:
+def test_partition_specs_of_changed_columns_are_removed(now: list[Field], names: list[str]) -> None:
     found = plan_partition_change(now, names, [PLAIN_SPEC, BY_NAME], WAS)
     assert found.drops_snapshots
     assert [part["field-id"] for part in found.spec["fields"]] == [1001 + at for at in range(len(names))]
 
 
-def test_a_column_of_another_type_is_another_to_be_partitioned_by() -> None:
+def test_a_partition_column_of_another_type_drops_the_snapshots() -> None:
     assert plan_partition_change(fields_of(id=pa.int64(), name=pa.int64()), ["name"], [BY_NAME], WAS).drops_snapshots
 
 
-def test_a_column_that_got_another_s_name_is_not_what_it_was() -> None:
+def test_a_column_with_another_one_s_name_is_not_the_same() -> None:
     first, name, n = WAS
     assert are_same(WAS, [first, name, {**n, "name": "m"}], ["name"])
     assert not are_same(WAS, [first, {**name, "name": "name__dropped"}, {**n, "name": "name"}], ["name"])
@@ -181,7 +181,7 @@ def test_a_column_that_got_another_s_name_is_not_what_it_was() -> None:
     assert not are_same(WAS, [*WAS, {"id": 9, "name": "new", "type": "int"}], ["new"])
 
 
-def test_values_of_a_partition_are_told_as_iceberg_reads_them() -> None:
+def test_partition_values_are_written_as_iceberg_reads_them() -> None:
     values = {
         "t": pa.scalar('q"\n'),
         "d": pa.scalar(date(1, 1, 1)),
@@ -213,8 +213,8 @@ def snapshot(number: int, parent: int | None, summary: dict[str, str], operation
     }
 
 
-def metadata(*snapshots: dict[str, Any], position: CommitRecord = MINE, **said: Any) -> IcebergMetadata:
-    _, properties = summary_and_properties(position, "x")
+def metadata(*snapshots: dict[str, Any], record: CommitRecord = OUR_RECORD, **changes: Any) -> IcebergMetadata:
+    _, properties = summary_and_properties(record, "x")
     whole = {
         "current-schema-id": 0,
         "last-column-id": 4,
@@ -223,38 +223,38 @@ def metadata(*snapshots: dict[str, Any], position: CommitRecord = MINE, **said: 
         "snapshots": list(snapshots),
         "current-snapshot-id": snapshots[-1]["snapshot-id"] if snapshots else None,
     }
-    return IcebergMetadata(Path("/lake/public/t"), {**whole, **said})
+    return IcebergMetadata(Path("/lake/public/t"), {**whole, **changes})
 
 
-OURS, _ = summary_and_properties(MINE, "a-token")
+OURS, _ = summary_and_properties(OUR_RECORD, "a-token")
 
 
 def test_a_position_reads_back_equal() -> None:
     found = metadata(snapshot(1, None, OURS))
-    assert (found.commit_record(), found.owner, found.snapshot, found.source()) == (MINE, "a-log", 1, SHOP.table)
+    assert (found.commit_record(), found.owner, found.snapshot, found.source()) == (OUR_RECORD, "a-log", 1, SHOP.table)
 
 
-def test_each_shape_stands_once_however_many_snapshots_name_it() -> None:
-    later = replace(MINE, applied_position=replace(CURSOR, seq=8))
+def test_each_schema_is_stored_once_for_any_number_of_snapshots() -> None:
+    later = replace(OUR_RECORD, applied_position=replace(POSITION, seq=8))
     summary, properties = summary_and_properties(later, "x")
-    assert properties == summary_and_properties(MINE, "y")[1]
+    assert properties == summary_and_properties(OUR_RECORD, "y")[1]
     assert len(summary["tailrace"]) < 250
 
 
-def test_files_that_were_only_written_anew_keep_the_position() -> None:
-    assert metadata(snapshot(1, None, OURS), snapshot(2, 1, {}, "replace")).commit_record() == MINE
+def test_rewritten_files_keep_the_position() -> None:
+    assert metadata(snapshot(1, None, OURS), snapshot(2, 1, {}, "replace")).commit_record() == OUR_RECORD
     joined = {"added-records": "8", "deleted-records": "10"}
-    assert metadata(snapshot(1, None, OURS), snapshot(2, 1, joined, "replace")).commit_record() == MINE
+    assert metadata(snapshot(1, None, OURS), snapshot(2, 1, joined, "replace")).commit_record() == OUR_RECORD
 
 
-def test_a_snapshot_that_brings_rows_is_someone_else_s_whatever_it_calls_itself() -> None:
+def test_a_replace_snapshot_that_adds_rows_is_a_foreign_write() -> None:
     more = {"added-records": "1"}
     with pytest.raises(ForeignWrite):
         metadata(snapshot(1, None, OURS), snapshot(2, 1, more, "replace")).commit_record()
 
 
 @pytest.mark.parametrize("operation", ["append", "overwrite", "delete"])
-def test_a_snapshot_of_someone_else_stops_the_table_even_under_maintenance(operation: str) -> None:
+def test_a_foreign_write_stops_the_table_even_before_maintenance(operation: str) -> None:
     theirs = [snapshot(2, 1, {}, operation), snapshot(3, 2, {}, "replace")]
     for count in (1, 2):
         with pytest.raises(ForeignWrite) as refused:
@@ -263,19 +263,19 @@ def test_a_snapshot_of_someone_else_stops_the_table_even_under_maintenance(opera
         assert "tailrace snapshot" in refused.value.hint
 
 
-def test_columns_that_someone_else_changed_stop_the_table() -> None:
+def test_columns_that_others_changed_stop_the_table() -> None:
     changed = {**metadata(snapshot(1, None, OURS)).document, "current-schema-id": 1}
     with pytest.raises(ForeignWrite, match="columns"):
         IcebergMetadata(Path("/lake/public/t"), changed).commit_record()
 
 
-def test_a_snapshot_of_another_log_is_someone_else_s() -> None:
-    other, _ = summary_and_properties(replace(MINE, log="another"), "x")
+def test_a_snapshot_of_another_log_is_a_foreign_write() -> None:
+    other, _ = summary_and_properties(replace(OUR_RECORD, log="another"), "x")
     with pytest.raises(ForeignWrite):
         metadata(snapshot(1, None, OURS), snapshot(2, 1, other)).commit_record()
 
 
-def test_a_table_whose_snapshot_of_ours_is_gone_is_not_taken_for_a_new_one() -> None:
+def test_a_table_without_our_snapshot_is_not_taken_for_a_new_one() -> None:
     with pytest.raises(TableUnusable, match="no longer holds"):
         metadata(snapshot(2, 1, {}, "replace")).commit_record()
 
@@ -290,7 +290,7 @@ def test_a_table_that_is_not_ours_says_so() -> None:
     assert metadata(properties={OWNER: "another"}).owner == "another"
 
 
-def test_what_was_staged_and_never_published_is_known() -> None:
+def test_staged_snapshots_that_were_never_published_are_found() -> None:
     stray = snapshot(5, 1, {**OURS, "wap.id": "t"})
     theirs = snapshot(6, 1, {"wap.id": "t"})
     published = snapshot(2, 1, {**OURS, "wap.id": "u"})
@@ -302,7 +302,7 @@ def test_what_was_staged_and_never_published_is_known() -> None:
     )
 
 
-def test_rows_that_were_struck_out_are_not_counted() -> None:
+def test_deleted_rows_are_not_counted() -> None:
     counts = {"total-records": "10", "total-position-deletes": "3"}
     assert metadata(snapshot(1, None, OURS | counts)).rows() == 7
     assert metadata().rows() == 0
@@ -312,44 +312,44 @@ def test_rows_that_were_struck_out_are_not_counted() -> None:
 
 
 def numbered(number: int, parent: int | None, summary: dict[str, str], schema: int = 0) -> dict[str, Any]:
-    """With the number that tells which of two snapshots is newer: that of a snapshot itself is any."""
+    """Return a snapshot with a sequence number, which says which of two is newer; ids do not."""
     return {**snapshot(number, parent, summary), "sequence-number": number % 100, "schema-id": schema}
 
 
-def test_versions_of_ours_are_told_newest_first_also_after_the_table_was_set_back() -> None:
-    theirs, _ = summary_and_properties(replace(MINE, log="another"), "x")
+def test_our_versions_are_listed_newest_first_even_after_a_rollback() -> None:
+    theirs, _ = summary_and_properties(replace(OUR_RECORD, log="another"), "x")
     back: dict[str, Any] = {"current-snapshot-id": 901, "snapshot-log": [{"snapshot-id": at} for at in (901, 703, 901)]}
     found = metadata(
         numbered(901, None, OURS), numbered(502, 901, {}), numbered(703, 502, OURS), numbered(404, 703, theirs), **back
     )
-    assert list(found.own_versions("a-log")) == [(703, MINE), (901, MINE)]
+    assert list(found.own_versions("a-log")) == [(703, OUR_RECORD), (901, OUR_RECORD)]
 
 
-def test_what_was_only_staged_and_what_names_no_shape_is_no_version() -> None:
-    other, _ = summary_and_properties(replace(MINE, schema=NESTED), "x")
+def test_a_staged_snapshot_or_one_without_a_schema_is_not_a_version() -> None:
+    other, _ = summary_and_properties(replace(OUR_RECORD, schema=NESTED), "x")
     staged = numbered(3, 2, {**OURS, "wap.id": "w"})
     newest: dict[str, Any] = {"current-snapshot-id": 2}
     found = metadata(numbered(1, None, other), numbered(2, 1, OURS), staged, **newest)
-    assert list(found.own_versions("a-log")) == [(2, MINE)]
+    assert list(found.own_versions("a-log")) == [(2, OUR_RECORD)]
 
 
 def copied(number: int | None, partition_by: list[str]) -> dict[str, Any]:
-    """Of a table that had its columns, and what it is partitioned by, changed by others."""
+    """Return a copy of a table whose columns and partitions others have changed."""
     more = [*fresh_fields(SHOP.columns), {"id": 9, "name": "more", "required": False, "type": "int"}]
-    shapes = [{"schema-id": 0, "fields": fresh_fields(SHOP.columns)}, {"schema-id": 1, "fields": more}]
+    schemas = [{"schema-id": 0, "fields": fresh_fields(SHOP.columns)}, {"schema-id": 1, "fields": more}]
     parts = {0: [], 1: [(1, "id")], 2: [(9, "more")]}
     specs = [
         {
             "spec-id": at,
             "fields": [
-                {"source-id": of, "field-id": 1000 + at, "name": name, "transform": "identity"} for of, name in some
+                {"source-id": of, "field-id": 1000 + at, "name": name, "transform": "identity"} for of, name in columns
             ],
         }
-        for at, some in parts.items()
+        for at, columns in parts.items()
     ]
-    given: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "current-schema-id": 1,
-        "schemas": shapes,
+        "schemas": schemas,
         "default-spec-id": 2,
         "partition-specs": specs,
         "last-sequence-number": 8,
@@ -357,27 +357,27 @@ def copied(number: int | None, partition_by: list[str]) -> dict[str, Any]:
         "refs": {"main": {}, "a-tag": {}},
         "properties": {OWNER: "a-log", "write.data.path": "/elsewhere", "write.wap.enabled": "true"},
     }
-    table = metadata(numbered(1, None, OURS), numbered(2, 1, {}, 1), **given)
+    table = metadata(numbered(1, None, OURS), numbered(2, 1, {}, 1), **changes)
     return table.copy_as_of(number, Path("/beside"), partition_by)
 
 
-def test_a_copy_is_what_the_table_was_and_goes_on_with_its_numbers() -> None:
-    said = copied(1, ["id"])
-    assert (said["current-snapshot-id"], said["current-schema-id"], said["default-spec-id"]) == (1, 0, 1)
-    assert [item["snapshot-id"] for item in said["snapshots"]] == [1]
-    assert [spec["spec-id"] for spec in said["partition-specs"]] == [0, 1], "of columns that it has"
-    assert (said["location"], said["last-sequence-number"], said["last-column-id"]) == ("/beside", 8, 4)
-    assert said["properties"] == {OWNER: "a-log", "write.wap.enabled": "true"}, "its files are its own"
-    assert set(said["refs"]) == {"main"}
-    assert "statistics" not in said
+def test_a_copy_has_the_old_state_and_continues_the_numbers() -> None:
+    copy = copied(1, ["id"])
+    assert (copy["current-snapshot-id"], copy["current-schema-id"], copy["default-spec-id"]) == (1, 0, 1)
+    assert [item["snapshot-id"] for item in copy["snapshots"]] == [1]
+    assert [spec["spec-id"] for spec in copy["partition-specs"]] == [0, 1], "of columns that it has"
+    assert (copy["location"], copy["last-sequence-number"], copy["last-column-id"]) == ("/beside", 8, 4)
+    assert copy["properties"] == {OWNER: "a-log", "write.wap.enabled": "true"}, "its files are its own"
+    assert set(copy["refs"]) == {"main"}
+    assert "statistics" not in copy
     assert copied(1, [])["default-spec-id"] == 0
 
 
-def test_a_copy_without_a_snapshot_has_nothing() -> None:
-    said = copied(None, ["id"])
-    assert (said["snapshots"], said["refs"], said["last-sequence-number"]) == ([], {}, 8)
-    assert "current-snapshot-id" not in said
-    assert len(said["partition-specs"]) == 3
+def test_a_copy_without_a_snapshot_is_empty() -> None:
+    copy = copied(None, ["id"])
+    assert (copy["snapshots"], copy["refs"], copy["last-sequence-number"]) == ([], {}, 8)
+    assert "current-snapshot-id" not in copy
+    assert len(copy["partition-specs"]) == 3
 
 
 def test_a_copy_that_cannot_be_partitioned_as_it_was_is_refused() -> None:
@@ -388,12 +388,12 @@ def test_a_copy_that_cannot_be_partitioned_as_it_was_is_refused() -> None:
 # --- the folder ----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_with_other_things_in_it_is_no_place_for_a_table(tmp_path: Path) -> None:
+def test_a_folder_with_other_contents_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "public" / "t"
     table = IcebergTable(path, "a-log", Catalog(kind="jdbc", root=tmp_path, uri=f"jdbc:sqlite:{tmp_path}/none.db"))
     for left in ("metadata", "data", "_staged", "_tailrace", "rebuilt", ".hidden"):
         (path / left).mkdir(parents=True)
-        assert table.applied_position() is None, "it is what a load that died leaves"
+        assert table.applied_position() is None, "leftovers of a dead load"
     for stray in ("_delta_log", "thesis.tex"):
         (path / stray).touch()
         for ask in (table.applied_position, lambda: table.refuse_foreign(SHOP.table)):
@@ -411,6 +411,6 @@ def test_no_table_is_made_inside_another_one(tmp_path: Path) -> None:
     inside = IcebergTable(tmp_path / "t" / "inner", "a-log", Catalog(kind="hadoop", root=tmp_path))
     with pytest.raises(TableUnusable, match="inside another table"):
         inside.refuse_foreign(SHOP.table)
-    anew = IcebergTable(tmp_path / "t" / "rebuilt" / "1" / "table", "a-log", Catalog(kind="hadoop", root=tmp_path))
-    anew.refuse_foreign(SHOP.table)
-    assert anew.applied_position() is None, "it is the table itself that is made anew there"
+    rebuilt = IcebergTable(tmp_path / "t" / "rebuilt" / "1" / "table", "a-log", Catalog(kind="hadoop", root=tmp_path))
+    rebuilt.refuse_foreign(SHOP.table)
+    assert rebuilt.applied_position() is None, "the table itself is rebuilt there"

@@ -1,4 +1,4 @@
-"""Changes are put into the files that hold a row concerned, and into no others."""
+"""Changes rewrite only the files that hold an affected row."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Lake:
         ]
         return stage(self.path, f"load-{low}", self.schema, record_batches(self.schema, rows))
 
-    def apply(self, *some: Change) -> None:
-        folded = fold(self.schema, changes(self.schema, *some))
+    def apply(self, *rows: Change) -> None:
+        folded = fold(self.schema, changes(self.schema, *rows))
         self.table.apply(self.schema, folded, at(self.seq), at(self.seq + 1))
         self.seq += 1
 
@@ -78,7 +78,7 @@ def lake(tmp_path: Path) -> Lake:
     return Lake(tmp_path / "t")
 
 
-def test_files_without_a_row_concerned_stay(lake: Lake) -> None:
+def test_files_without_an_affected_row_stay(lake: Lake) -> None:
     lake.apply(update(15, big="changed"), delete(12))
     assert set(lake.names) - set(lake.files()) == {lake.names[1]}
     assert lake.content()[15]["big"] == "changed"
@@ -91,7 +91,7 @@ def test_a_file_that_the_bounds_exclude_is_not_even_read(lake: Lake) -> None:
     assert len(lake.files()) == 3
 
 
-def test_a_key_between_the_bounds_that_no_row_has_changes_nothing(lake: Lake) -> None:
+def test_a_missing_key_between_the_bounds_changes_no_file(lake: Lake) -> None:
     lake.apply(delete(12))
     before = lake.files()
     lake.apply(delete(12))
@@ -99,7 +99,7 @@ def test_a_key_between_the_bounds_that_no_row_has_changes_nothing(lake: Lake) ->
     assert lake.table.applied_position() == at(2)
 
 
-def test_rows_that_come_in_go_along_with_the_smallest_file_that_is_written(lake: Lake) -> None:
+def test_new_rows_are_added_to_the_smallest_rewritten_file(lake: Lake) -> None:
     lake.apply(*(delete(i) for i in range(12, 20)))
     lake.apply(update(1, big="x"), update(11, big="x"), insert(99))
     assert lake.names[2] in lake.files()
@@ -108,12 +108,12 @@ def test_rows_that_come_in_go_along_with_the_smallest_file_that_is_written(lake:
     assert len(lake.content()) == 30 - 8 + 1
 
 
-def test_rows_that_alone_come_in_get_a_file_of_their_own(lake: Lake) -> None:
+def test_new_rows_alone_get_a_file_of_their_own(lake: Lake) -> None:
     lake.apply(insert(99))
     assert set(lake.names) < set(lake.files())
 
 
-def test_a_file_whose_rows_all_go_goes(lake: Lake) -> None:
+def test_a_file_whose_rows_are_all_deleted_is_removed(lake: Lake) -> None:
     lake.apply(*(delete(i) for i in range(11, 21)))
     assert lake.files() == sorted([lake.names[0], lake.names[2]])
 
@@ -127,10 +127,10 @@ def test_rows_keep_their_order(lake: Lake) -> None:
 def test_a_failure_in_the_second_file_leaves_nothing_of_the_first(lake: Lake) -> None:
     whole = (lake.path / lake.names[2]).read_bytes()
     before = sorted(path.name for path in lake.path.iterdir())
-    # Its footer and its key are whole, so it is only found out when the rows are copied.
+    # Its footer and its key are intact, so the damage is only found when the rows are copied.
     with pq.ParquetFile(lake.path / lake.names[2]) as file:
-        place = file.metadata.row_group(0).column(SHOP.names.index("big")).data_page_offset
-    (lake.path / lake.names[2]).write_bytes(whole[:place] + b"\xff" * 24 + whole[place + 24 :])
+        offset = file.metadata.row_group(0).column(SHOP.names.index("big")).data_page_offset
+    (lake.path / lake.names[2]).write_bytes(whole[:offset] + b"\xff" * 24 + whole[offset + 24 :])
     with pytest.raises(TableUnusable):
         lake.apply(update(1, big="x"), update(25, big="x"))
     assert sorted(path.name for path in lake.path.iterdir()) == before
@@ -154,15 +154,17 @@ def test_a_name_with_a_dot_is_a_column_like_any_other(tmp_path: Path) -> None:
     assert content[31]["a.b"] == 8
 
 
-def test_no_bounds_are_told_of_floats_with_a_nan_among_them(tmp_path: Path) -> None:
+def test_rewritten_floats_with_a_nan_have_no_bounds(tmp_path: Path) -> None:
     lake = Lake(tmp_path / "t", ODD)
     lake.apply(update(15, a=float("nan")), update(16, a=2.0), update(1, a=1.0))
-    told = {low: stats for name in lake.files() if (stats := lake.stats(name)) and (low := stats["minValues"]["id"])}
-    assert "a" not in told[11]["maxValues"]
-    assert told[1]["maxValues"]["a"] == 1.0
+    stats_by_lowest_id = {
+        low: stats for name in lake.files() if (stats := lake.stats(name)) and (low := stats["minValues"]["id"])
+    }
+    assert "a" not in stats_by_lowest_id[11]["maxValues"]
+    assert stats_by_lowest_id[1]["maxValues"]["a"] == 1.0
 
 
-def test_nor_where_rows_only_come_in(tmp_path: Path) -> None:
+def test_inserted_floats_with_a_nan_have_no_bounds(tmp_path: Path) -> None:
     lake = Lake(tmp_path / "t", ODD)
     lake.apply(insert(31, a=float("nan")), insert(32, a=2.0))
     lake.apply(truncate(), insert(1, a=float("nan")))
@@ -171,11 +173,11 @@ def test_nor_where_rows_only_come_in(tmp_path: Path) -> None:
     loose = table_schema({"id": pa.int64(), "a": pa.float64()}, key=(), identity=Identity.FULL)
     keyless = Lake(tmp_path / "k", loose)
     keyless.apply(insert(31, a=float("nan")), insert(32, a=2.0))
-    (came,) = set(keyless.files()) - set(keyless.names)
-    assert "a" not in keyless.stats(came)["maxValues"]
+    (new,) = set(keyless.files()) - set(keyless.names)
+    assert "a" not in keyless.stats(new)["maxValues"]
 
 
-def test_without_a_key_only_files_with_a_copy_that_goes_are_written(tmp_path: Path) -> None:
+def test_without_a_key_only_files_with_a_removed_copy_are_rewritten(tmp_path: Path) -> None:
     lake = Lake(tmp_path / "t", table_schema({"id": pa.int64(), "name": pa.string()}, key=(), identity=Identity.FULL))
     lake.apply(delete({"id": 15, "name": "n15"}), insert(40, name="new"))
     assert set(lake.names) - set(lake.files()) == {lake.names[1]}
@@ -186,7 +188,7 @@ def test_without_a_key_only_files_with_a_copy_that_goes_are_written(tmp_path: Pa
     assert lake.files() == before
 
 
-def test_what_is_loaded_rewritten_or_recast_is_in_files_of_the_size_aimed_at(
+def test_loaded_rewritten_and_recast_files_have_the_target_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "GROUP_ROWS_MAX", 10)
@@ -195,7 +197,7 @@ def test_what_is_loaded_rewritten_or_recast_is_in_files_of_the_size_aimed_at(
     table.load(SHOP, record_batches(SHOP, rows), at(0))
     assert len(table.files()) == 4
     table.apply(SHOP, fold(SHOP, changes(SHOP, *(insert(i, big="b" * 99) for i in range(100, 120)))), at(0), at(10))
-    assert len(table.files()) == 6, "what comes in is not put into one"
+    assert len(table.files()) == 6, "new rows are not all put into one file"
     wider = replace(SHOP, columns=tuple(replace(c, type=pa.int64()) if c.name == "n" else c for c in SHOP.columns))
     table.evolve(Recast(schema=wider), at(10))
     assert len(table.files()) == 6

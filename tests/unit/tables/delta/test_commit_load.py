@@ -1,4 +1,4 @@
-"""Staged files become a table, or all of one, in a single commit that carries the position."""
+"""Staged files become a table, or all of one, in one commit with the position."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def at(seq: int) -> AppliedPosition:
 
 
 class Died(BaseException):
-    """What the process would have died of."""
+    """Stands for the death of the process."""
 
 
 @pytest.fixture
@@ -65,13 +65,13 @@ def actions(path: Path, kind: str, version: int | None = None) -> list[dict[str,
 
 
 def at_the_commit(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], *, turn: int = 1) -> None:
-    """Do something in the moment between looking at the table and committing to it."""
-    left = turn
+    """Run something between the read of the table and the commit."""
+    remaining = turn
 
     def hit(name: str) -> None:
-        nonlocal left
-        left -= name == "table.before_commit"
-        if not left:
+        nonlocal remaining
+        remaining -= name == "table.before_commit"
+        if not remaining:
             monkeypatch.undo()
             act()
 
@@ -97,13 +97,13 @@ def test_files_staged_apart_land_in_one_commit_with_the_position(path: Path, tab
     ]
 
 
-def test_the_position_names_the_load(path: Path, table: DeltaRsTable) -> None:
+def test_the_position_has_the_load_s_id(path: Path, table: DeltaRsTable) -> None:
     named = replace(at(7), load="x")
     table.commit_load(SHOP, staged(path, "x"), named)
     assert table.applied_position() == named
 
 
-def test_a_table_that_was_landed_is_applied_to(path: Path, table: DeltaRsTable) -> None:
+def test_changes_are_applied_to_a_loaded_table(path: Path, table: DeltaRsTable) -> None:
     table.commit_load(SHOP, staged(path, "x"), at(0))
     folded = fold(SHOP, changes(SHOP, update(1, n=9, unchanged=("big", "name")), insert(6, big="six")))
     table.apply(SHOP, folded, at(0), at(10))
@@ -117,14 +117,14 @@ def test_no_files_make_an_empty_table(path: Path, table: DeltaRsTable, schema: T
     assert [field.name for field in DeltaTable(str(path)).schema().fields] == schema.names
 
 
-def test_a_timestamp_without_a_zone_brings_its_feature(path: Path, table: DeltaRsTable) -> None:
+def test_a_timestamp_without_a_zone_adds_its_feature(path: Path, table: DeltaRsTable) -> None:
     table.commit_load(NAIVE, staged(path, "x", NAIVE_ROWS, NAIVE), at(0))
     (protocol,) = actions(path, "protocol")
     assert (protocol["readerFeatures"], protocol["writerFeatures"]) == (["timestampNtz"], ["timestampNtz"])
     assert content(path) == NAIVE_ROWS
 
 
-def test_a_table_of_any_name_is_landed(tmp_path: Path) -> None:
+def test_a_table_of_any_name_is_loaded(tmp_path: Path) -> None:
     path = table_path(tmp_path, TableId("pu%lic", "a/[b]"))
     table = DeltaRsTable(path, LOG)
     for seq in (0, 1):
@@ -135,14 +135,14 @@ def test_a_table_of_any_name_is_landed(tmp_path: Path) -> None:
 # --- replacing ---------------------------------------------------------------------------------------------
 
 
-def test_landing_replaces_all_that_was_there(path: Path, table: DeltaRsTable) -> None:
+def test_a_load_replaces_all_rows(path: Path, table: DeltaRsTable) -> None:
     old = [*staged(path, "one-1", ROWS[:2]), *staged(path, "one-2", ROWS[2:])]
     table.commit_load(SHOP, old, at(0))
     new = staged(path, "two", [ROWS[0] | {"n": 7}])
     assert table.commit_load(SHOP, new, at(5)) == 1
     assert (table.applied_position(), content(path)) == (at(5), [ROWS[0] | {"n": 7}])
-    assert sorted(gone["path"] for gone in actions(path, "remove")) == [file.path for file in old]
-    assert all(gone["dataChange"] for gone in actions(path, "remove"))
+    assert sorted(removed["path"] for removed in actions(path, "remove")) == [file.path for file in old]
+    assert all(removed["dataChange"] for removed in actions(path, "remove"))
 
 
 def test_no_files_empty_a_table(path: Path, table: DeltaRsTable) -> None:
@@ -152,14 +152,14 @@ def test_no_files_empty_a_table(path: Path, table: DeltaRsTable) -> None:
         assert (table.applied_position(), table.files(), content(path)) == (at(seq), [], [])
 
 
-def test_files_that_are_in_the_table_are_not_landed_again(path: Path, table: DeltaRsTable) -> None:
+def test_files_of_the_table_are_not_committed_again(path: Path, table: DeltaRsTable) -> None:
     files = staged(path, "one")
     for _ in range(2):
         assert table.commit_load(SHOP, files, at(0)) == 5
     assert (DeltaTable(str(path)).version(), content(path)) == (0, ROWS)
 
 
-def test_another_shape_replaces_the_columns_and_their_features(path: Path, table: DeltaRsTable) -> None:
+def test_another_schema_replaces_the_columns_and_their_features(path: Path, table: DeltaRsTable) -> None:
     table.commit_load(SHOP, staged(path, "one"), at(0))
     table.commit_load(NAIVE, staged(path, "two", NAIVE_ROWS, NAIVE), at(5))
     assert (table.applied_position(), table.schema(), content(path)) == (at(5), NAIVE, NAIVE_ROWS)
@@ -170,7 +170,7 @@ def test_another_shape_replaces_the_columns_and_their_features(path: Path, table
         assert "tailrace" in actions(path, "commitInfo", version)[0]
 
 
-def test_dying_after_the_feature_leaves_the_old_table(
+def test_a_crash_after_the_feature_commit_leaves_the_old_table(
     path: Path, table: DeltaRsTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table.commit_load(SHOP, staged(path, "one"), at(0))
@@ -184,7 +184,7 @@ def test_dying_after_the_feature_leaves_the_old_table(
     assert (table.applied_position(), content(path)) == (at(5), NAIVE_ROWS)
 
 
-def test_the_feature_does_not_bless_what_others_wrote(
+def test_the_feature_commit_does_not_hide_a_foreign_write(
     path: Path, table: DeltaRsTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table.commit_load(SHOP, staged(path, "one"), at(0))
@@ -199,7 +199,7 @@ def test_the_feature_does_not_bless_what_others_wrote(
     assert (table.applied_position(), content(path)) == (at(5), NAIVE_ROWS)
 
 
-def test_a_table_that_others_changed_is_ours_again(path: Path, table: DeltaRsTable) -> None:
+def test_a_load_replaces_a_foreign_write(path: Path, table: DeltaRsTable) -> None:
     table.commit_load(SHOP, staged(path, "one"), at(0))
     write_deltalake(str(path), pa.Table.from_batches(record_batches(SHOP, ROWS[:1])), mode="append")
     table.refuse_foreign(SHOP.table)
@@ -220,7 +220,7 @@ def test_a_table_that_is_not_ours_is_refused(path: Path, table: DeltaRsTable) ->
     assert (content(path), discard(path, "one")) == ([{"id": 1}], 1)
 
 
-def test_a_table_made_meanwhile_is_not_overwritten(
+def test_a_table_made_concurrently_is_not_overwritten(
     path: Path, table: DeltaRsTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = staged(path, "one")
@@ -231,7 +231,7 @@ def test_a_table_made_meanwhile_is_not_overwritten(
 
 
 @pytest.mark.parametrize("schema", [SHOP, NAIVE])
-def test_a_commit_made_meanwhile_fails_ours(
+def test_a_concurrent_commit_fails_ours(
     path: Path, table: DeltaRsTable, monkeypatch: pytest.MonkeyPatch, schema: TableSchema
 ) -> None:
     table.commit_load(SHOP, staged(path, "one"), at(0))
@@ -243,7 +243,7 @@ def test_a_commit_made_meanwhile_fails_ours(
 
 
 @pytest.mark.parametrize("loss", [os.unlink, lambda file: file.write_bytes(b"PAR1")])
-def test_a_staged_file_that_is_not_there_any_more_is_refused(
+def test_a_missing_or_truncated_staged_file_is_refused(
     path: Path, table: DeltaRsTable, loss: Callable[[Path], object]
 ) -> None:
     files = [*staged(path, "one-1"), *staged(path, "one-2", [{"id": 9}])]
@@ -267,9 +267,7 @@ def test_a_crash_before_the_commit_leaves_only_strays(
     assert table.load(SHOP, record_batches(SHOP, ROWS), at(0)) == 5
 
 
-def test_a_load_that_is_refused_leaves_no_strays(
-    path: Path, table: DeltaRsTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_load_leaves_no_strays(path: Path, table: DeltaRsTable, monkeypatch: pytest.MonkeyPatch) -> None:
     table.load(SHOP, record_batches(SHOP, ROWS), at(0))
     at_the_commit(monkeypatch, lambda: DeltaRsTable(path, LOG).commit_load(SHOP, [], at(1)))
     with pytest.raises(ForeignWrite):
@@ -277,15 +275,15 @@ def test_a_load_that_is_refused_leaves_no_strays(
     assert (table.applied_position(), len(list(path.glob("*.parquet")))) == (at(1), 1)
 
 
-def test_a_landed_commit_is_on_disk(path: Path, table: DeltaRsTable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_commit_is_on_disk(path: Path, table: DeltaRsTable, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: set[int] = set()
     fsync = os.fsync
 
-    def noted(handle: int) -> None:
+    def record_fsync(handle: int) -> None:
         fsync(handle)
         synced.add(os.fstat(handle).st_ino)
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", record_fsync)
     table.commit_load(SHOP, staged(path, "one"), at(0))
     table.commit_load(NAIVE, staged(path, "two", NAIVE_ROWS, NAIVE), at(1))
     log = path / "_delta_log"
@@ -294,9 +292,9 @@ def test_a_landed_commit_is_on_disk(path: Path, table: DeltaRsTable, monkeypatch
         assert entry.stat().st_ino in synced, entry
 
 
-@pytest.mark.parametrize("around", ["public", "public/t"])
-def test_no_table_is_made_inside_another_one_whoever_made_that(tmp_path: Path, around: str) -> None:
-    write_deltalake(str(tmp_path / around), pa.table({"id": [1]}))
+@pytest.mark.parametrize("outer", ["public", "public/t"])
+def test_no_table_is_made_inside_another_one_of_any_owner(tmp_path: Path, outer: str) -> None:
+    write_deltalake(str(tmp_path / outer), pa.table({"id": [1]}))
     inside = DeltaRsTable(tmp_path / "public" / "t" / "inner", LOG)
     for make in (
         lambda: inside.refuse_foreign(SHOP.table),
@@ -304,6 +302,6 @@ def test_no_table_is_made_inside_another_one_whoever_made_that(tmp_path: Path, a
     ):
         with pytest.raises(TableUnusable, match="inside another table") as caught:
             make()
-        assert str(tmp_path / around) in str(caught.value)
+        assert str(tmp_path / outer) in str(caught.value)
         assert "tables.names" in caught.value.hint
-    assert [file.name for file in (tmp_path / around).iterdir() if file.is_dir()] == ["_delta_log"]
+    assert [file.name for file in (tmp_path / outer).iterdir() if file.is_dir()] == ["_delta_log"]

@@ -1,4 +1,4 @@
-"""A table made equal to what was staged: what differs is written, what does not is left alone."""
+"""A table made equal to staged rows: only differing rows are written."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class Lake:
     def stage(self, rows: Sequence[dict[str, Any]], schema: Any = None) -> tuple[StagedFile, ...]:
         self._count += 1
         used = schema or self.schema
-        name, given = f"s{self._count:03d}", record_batches(used, rows)
-        return stage(staging(self.path), name, used, given, numbered=IS_ICEBERG)
+        name, batches = f"s{self._count:03d}", record_batches(used, rows)
+        return stage(staging(self.path), name, used, batches, numbered=IS_ICEBERG)
 
-    def refresh(self, rows: Sequence[dict[str, Any]], upto: int = 10, keys: Any = None) -> WriteResult:
+    def merge(self, rows: Sequence[dict[str, Any]], upto: int = 10, keys: Any = None) -> WriteResult:
         listed = None if keys is None else self.stage(keys, KEYS if self.schema is KEYED else ID)
         return self.table.merge_load(self.schema, self.stage(rows), at(0), at(upto), keys=listed)
 
@@ -76,8 +76,8 @@ class Lake:
 
 
 ID = replace(SHOP, columns=SHOP.columns[:1])
-STRUCK_OUT = IS_ICEBERG or FEATURES.deletion_vectors
-"""Whether a file stays of which some rows go."""
+KEEPS_FILES = IS_ICEBERG or FEATURES.deletion_vectors
+"""True if a file stays though some of its rows are deleted."""
 FILES = [[row(n, str(n)) for n in range(start, start + 10)] for start in range(0, 50, 10)]
 ALL = [row for rows in FILES for row in rows]
 
@@ -90,81 +90,81 @@ def lake(tmp_path: Path) -> Lake:
 def test_only_the_files_in_which_a_row_differs_are_written(lake: Lake) -> None:
     before = lake.table.files()
     wanted = [row(13, "new") if r["id"] == 13 else r for r in ALL if r["id"] != 27] + [row(77), row(78)]
-    applied = lake.refresh(wanted[::-1])
+    applied = lake.merge(wanted[::-1])
     assert (applied.committed, applied.applied_position, applied.upserted, applied.deleted) == (True, at(10), 3, 1)
     assert lake.content() == sorted(map(str, wanted))
     after = lake.table.files()
-    assert [name for name in before if name in after] == (before if STRUCK_OUT else [before[0], before[3], before[4]])
+    assert [name for name in before if name in after] == (before if KEEPS_FILES else [before[0], before[3], before[4]])
     assert (lake.version, lake.table.applied_position(), lake.table.rows()) == (1, at(10), 51)
 
 
 def test_new_rows_alone_leave_every_file_alone(lake: Lake) -> None:
     before = lake.table.files()
-    assert lake.refresh([*ALL, row(99)]).upserted == 1
+    assert lake.merge([*ALL, row(99)]).upserted == 1
     assert set(before) < set(lake.table.files())
 
 
-def test_nothing_staged_empties_the_table(lake: Lake) -> None:
-    assert lake.refresh([]).deleted == 50
+def test_no_staged_rows_empty_the_table(lake: Lake) -> None:
+    assert lake.merge([]).deleted == 50
     assert (lake.content(), lake.table.applied_position()) == ([], at(10))
-    assert IS_ICEBERG or lake.table.files() == [], "Iceberg strikes rows out where they lie"
+    assert IS_ICEBERG or lake.table.files() == [], "Iceberg marks rows as deleted in their files"
 
 
 def test_an_empty_table_is_filled(tmp_path: Path) -> None:
     lake = Lake(tmp_path, [])
-    assert lake.refresh(ALL).upserted == 50
+    assert lake.merge(ALL).upserted == 50
     assert lake.content() == sorted(map(str, ALL))
 
 
-def test_with_the_keys_the_staged_rows_are_a_part_of_the_table(lake: Lake) -> None:
+def test_with_keys_the_staged_rows_are_a_part_of_the_table(lake: Lake) -> None:
     before = lake.table.files()
     staged = [row(1, "new"), row(2, "2"), row(60, "60")]
-    applied = lake.refresh(staged, keys=[{"id": n} for n in [*range(45), 60, 61]])
+    applied = lake.merge(staged, keys=[{"id": n} for n in [*range(45), 60, 61]])
     assert (applied.upserted, applied.deleted) == (2, 5)
     assert lake.content() == sorted(map(str, [*staged, row(0, "0"), *ALL[3:45]]))
     assert set(before[1:4]) < set(lake.table.files())
 
 
 def test_a_staged_row_whose_key_is_not_listed_stays(lake: Lake) -> None:
-    assert lake.refresh([row(1, "1"), row(2, "new")], keys=[]).deleted == 48
+    assert lake.merge([row(1, "1"), row(2, "new")], keys=[]).deleted == 48
     assert lake.content() == sorted(map(str, [row(1, "1"), row(2, "new")]))
 
 
-def test_rows_that_do_not_differ_make_no_commit_unless_the_position_moves(lake: Lake) -> None:
+def test_equal_rows_make_no_commit_unless_the_position_moves(lake: Lake) -> None:
     before = lake.table.files()
-    assert lake.refresh(ALL, upto=0) == WriteResult(committed=False, applied_position=at(0))
+    assert lake.merge(ALL, upto=0) == WriteResult(committed=False, applied_position=at(0))
     assert lake.version == 0
-    assert lake.refresh(ALL, upto=10) == WriteResult(committed=True, applied_position=at(10))
+    assert lake.merge(ALL, upto=10) == WriteResult(committed=True, applied_position=at(10))
     assert (lake.version, lake.table.applied_position(), sorted(lake.table.files())) == (1, at(10), sorted(before))
 
 
-def test_rows_may_change_where_the_position_stays(lake: Lake) -> None:
-    assert lake.refresh(ALL[:5], upto=0).deleted == 45
+def test_rows_may_change_while_the_position_stays(lake: Lake) -> None:
+    assert lake.merge(ALL[:5], upto=0).deleted == 45
     assert (lake.table.applied_position(), lake.version, lake.table.rows()) == (at(0), 1, 5)
 
 
-def test_a_refresh_that_is_repeated_does_nothing(lake: Lake) -> None:
+def test_a_repeated_merge_does_nothing(lake: Lake) -> None:
     files = lake.stage(ALL[:5])
     assert lake.table.merge_load(SHOP, files, at(0), at(10)).committed
     again = lake.table.merge_load(SHOP, files, at(0), at(10))
     assert (again, lake.version) == (WriteResult(committed=False, applied_position=at(10)), 1)
 
 
-def test_the_staged_files_stay_apart_from_the_table(lake: Lake) -> None:
+def test_staged_files_do_not_become_part_of_the_table(lake: Lake) -> None:
     files = lake.stage([row(1)])
     lake.table.merge_load(SHOP, files, at(0), at(10))
     assert files[0].path not in lake.table.files()
     assert (staging(lake.path) / files[0].path).exists()
 
 
-@not_spark  # a merge does not tell copies apart
-def test_a_row_that_stands_twice_in_the_table_is_mended(lake: Lake) -> None:
+@not_spark  # Spark's merge cannot remove one of two equal rows
+def test_a_duplicate_row_in_the_table_is_removed(lake: Lake) -> None:
     lake.table.commit_load(SHOP, [*lake.stage(ALL), *lake.stage([ALL[3]]), *lake.stage([ALL[4], ALL[4]])], at(0))
-    lake.refresh(ALL)
+    lake.merge(ALL)
     assert lake.content() == sorted(map(str, ALL))
 
 
-def test_rows_that_were_merged_are_compared_as_any(lake: Lake) -> None:
+def test_merged_rows_are_compared_like_any_others(lake: Lake) -> None:
     folded = fold(SHOP, changes(SHOP, update(1, big="x"), update(2, n=5, unchanged=("big", "name")), delete(3)))
     lake.table.apply(SHOP, folded, at(0), at(5))
     expected = lake.content()
@@ -175,9 +175,7 @@ def test_rows_that_were_merged_are_compared_as_any(lake: Lake) -> None:
     assert lake.content() == sorted(map(str, ALL)) != expected
 
 
-def test_a_table_that_went_on_meanwhile_is_refreshed_to_where_the_rows_are_from_and_goes_on_from_there(
-    lake: Lake,
-) -> None:
+def test_a_table_ahead_of_the_rows_moves_back_to_their_position_and_applies_again(lake: Lake) -> None:
     changed = fold(SHOP, changes(SHOP, update(3, big="new", name=None, n=None), first=11))
     lake.table.apply(SHOP, changed, at(0), at(20))
     staged = lake.stage([*ALL, row(99)])
@@ -189,20 +187,20 @@ def test_a_table_that_went_on_meanwhile_is_refreshed_to_where_the_rows_are_from_
     assert str(row(3, "new")) in lake.content()
 
 
-@of_delta("it asks its log")
-def test_the_commit_names_what_goes_and_carries_the_position(lake: Lake) -> None:
-    lake.refresh(ALL[:45])
+@of_delta("it reads Delta's log")
+def test_the_commit_names_removed_files_and_has_the_position(lake: Lake) -> None:
+    lake.merge(ALL[:45])
     lines = (lake.path / "_delta_log" / f"{1:020d}.json").read_text().splitlines()
     actions = [json.loads(line) for line in lines]
-    (gone,) = [action["remove"] for action in actions if "remove" in action]
-    assert (gone["path"], gone["dataChange"], gone["size"] > 0) == ("part-s005-000.parquet", True, True)
+    (removed,) = [action["remove"] for action in actions if "remove" in action]
+    assert (removed["path"], removed["dataChange"], removed["size"] > 0) == ("part-s005-000.parquet", True, True)
     assert (lake.table.version(), lake.table.applied_position()) == (1, at(10))
 
 
 # --- refusing ----------------------------------------------------------------------------------------------
 
 
-def test_a_table_that_is_elsewhere_is_refused(lake: Lake) -> None:
+def test_a_table_at_another_position_is_refused(lake: Lake) -> None:
     with pytest.raises(ForeignWrite, match="starts from"):
         lake.table.merge_load(SHOP, lake.stage(ALL[:1]), at(5), at(10))
     assert lake.version == 0
@@ -213,12 +211,12 @@ def test_other_columns_and_tables_without_a_key_are_refused(lake: Lake, tmp_path
     with pytest.raises(SchemaChanged):
         lake.table.merge_load(other, [], at(0), at(10))
     with pytest.raises(Unsupported):
-        Lake(tmp_path / "k", [], KEYLESS).refresh([])
+        Lake(tmp_path / "k", [], KEYLESS).merge([])
     with pytest.raises(TableUnusable, match="no table here"):
         open_table(tmp_path / "new", LOG).merge_load(SHOP, [], at(0), at(10))
 
 
-def test_a_commit_made_meanwhile_fails_ours_and_no_strays_are_left(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_concurrent_commit_fails_ours_and_leaves_no_strays(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     files = lake.stage(ALL[:5])
     present = set(lake.path.rglob("*.parquet"))
 
@@ -230,21 +228,21 @@ def test_a_commit_made_meanwhile_fails_ours_and_no_strays_are_left(lake: Lake, m
     with pytest.raises(ForeignWrite, match="at the same time"):
         lake.table.merge_load(SHOP, files, at(0), at(10))
     assert (lake.version, lake.content()) == (1, sorted(2 * [str(row) for row in ALL]))
-    # What an Iceberg table was to get is left to whoever removes its orphans.
+    # Uncommitted files of an Iceberg table are left to the removal of orphans.
     assert IS_ICEBERG or len(set(lake.path.rglob("*.parquet")) - present) == 1
 
 
-def test_a_staged_file_that_is_gone_or_damaged_is_an_error_and_commits_nothing(lake: Lake) -> None:
-    gone, damaged = lake.stage(ALL[:5]), lake.stage(ALL[:5])
-    (staging(lake.path) / gone[0].path).unlink()
+def test_a_missing_or_damaged_staged_file_is_an_error_and_commits_nothing(lake: Lake) -> None:
+    missing, damaged = lake.stage(ALL[:5]), lake.stage(ALL[:5])
+    (staging(lake.path) / missing[0].path).unlink()
     (staging(lake.path) / damaged[0].path).write_bytes(b"PAR1 nonsense PAR1")
-    for files in (gone, damaged):
+    for files in (missing, damaged):
         with pytest.raises(TableUnusable):
             lake.table.merge_load(SHOP, files, at(0), at(10))
     assert lake.version == 0
 
 
-# --- against the plainest model ----------------------------------------------------------------------------
+# --- against a simple model --------------------------------------------------------------------------------
 
 KEY = st.tuples(st.sampled_from([0.0, -0.0, 1.0, math.inf]), st.sampled_from(["", "é", "x" * 40]))
 VALUE = st.tuples(st.sampled_from([None, 0.0, -0.0, math.nan]), st.sampled_from([None, [], [None], ["a"]]))
@@ -263,7 +261,7 @@ ROWS = st.dictionaries(KEY, VALUE, max_size=5).map(by_key)
 
 @given(st.lists(ROWS, max_size=4), ROWS, st.none() | st.lists(KEY, max_size=8), st.integers(0, 4))
 @settings(max_examples=examples(60), deadline=None)
-def test_any_table_becomes_what_was_staged(drawn: list[Rows], staged: Rows, keys: Any, other: int) -> None:
+def test_any_table_becomes_equal_to_the_staged_rows(drawn: list[Rows], staged: Rows, keys: Any, other: int) -> None:
     table: Rows = {}
     files: list[Rows] = []
     for part in drawn:
@@ -277,10 +275,10 @@ def test_any_table_becomes_what_was_staged(drawn: list[Rows], staged: Rows, keys
         lake = Lake(Path(folder), [list(part.values()) for part in files], KEYED)
         names = sorted(lake.table.files())
         listed = None if keys is None else [{"a": a, "b": b} for a, b in keys]
-        applied = lake.refresh(list(staged.values()), keys=listed)
+        applied = lake.merge(list(staged.values()), keys=listed)
         assert lake.content() == sorted(map(str, wanted.values()))
         assert applied.deleted == len(table.keys() - wanted.keys())
         assert applied.upserted == len([key for key in staged if str(table.get(key)) != str(staged[key])])
         for name, part in zip(names, filter(None, files), strict=True):
             same = [str(wanted.get(key)) == str(found) for key, found in part.items()]
-            assert (IS_ICEBERG or all(same) or (STRUCK_OUT and any(same))) == (name in lake.table.files())
+            assert (IS_ICEBERG or all(same) or (KEEPS_FILES and any(same))) == (name in lake.table.files())

@@ -1,4 +1,4 @@
-"""Rows as 128-bit numbers: they agree with `identity` on what is the same, however the rows are cut."""
+"""Row hashes agree with `row_ids` about which rows are equal, in any batches."""
 
 from __future__ import annotations
 
@@ -40,39 +40,39 @@ def columns(rows: list[tuple[Any, ...]]) -> list[pa.Array]:
 
 @given(ROWS, st.integers(0, 30))
 @settings(deadline=None)  # the first call compiles
-def test_rows_have_the_same_number_exactly_when_they_are_the_same(rows: list[Any], cut: int) -> None:
+def test_rows_have_equal_hashes_exactly_when_they_are_equal(rows: list[Any], cut: int) -> None:
     whole = columns(rows)
-    for prints, numbers in ((hash_images, image_numbers), (hash_keys, key_numbers)):
-        for some in ([column] for column in whole):
-            found = [tuple(pair) for pair in prints(some, 7).tolist()]
-            expected = numbers(some).numbers.tolist()
+    for hashes, numbers in ((hash_images, image_numbers), (hash_keys, key_numbers)):
+        for column_list in ([column] for column in whole):
+            found = [tuple(pair) for pair in hashes(column_list, 7).tolist()]
+            expected = numbers(column_list).numbers.tolist()
             assert [found.index(pair) for pair in found] == [expected.index(number) for number in expected]
-        together = prints(whole, 7)
-        halves = [prints([column[:cut] for column in whole], 7), prints([column[cut:] for column in whole], 7)]
-        chunked = prints([pa.chunked_array([column[:cut], column[cut:]]) for column in whole], 7)
+        together = hashes(whole, 7)
+        halves = [hashes([column[:cut] for column in whole], 7), hashes([column[cut:] for column in whole], 7)]
+        chunked = hashes([pa.chunked_array([column[:cut], column[cut:]]) for column in whole], 7)
         assert (together == np.concatenate(halves)).all()
         assert (together == chunked).all()
 
 
 def test_values_do_not_run_into_each_other() -> None:
     pairs = [("ab", "c"), ("a", "bc"), ("", "abc"), (None, "abc"), ("abc", None), ("abc", "")]
-    prints = hash_images([pa.array([pair[i] for pair in pairs]) for i in (0, 1)], 1)
-    assert len(np.unique(prints[:, 0])) == len(np.unique(prints[:, 1])) == len(pairs)
+    hashes = hash_images([pa.array([pair[i] for pair in pairs]) for i in (0, 1)], 1)
+    assert len(np.unique(hashes[:, 0])) == len(np.unique(hashes[:, 1])) == len(pairs)
 
 
-def test_another_seed_gives_other_numbers() -> None:
+def test_another_seed_gives_other_hashes() -> None:
     column = [pa.array([1, 2, 3])]
     assert not (hash_images(column, 1) == hash_images(column, 1 << 64)).any()
 
 
-def test_a_million_rows_that_differ_little_have_as_many_numbers() -> None:
+def test_a_million_similar_rows_have_distinct_hashes() -> None:
     numbers = np.arange(1_000_000)
-    prints = hash_images([pa.array(numbers & 1023), pa.array((numbers >> 10) << 40)], 3)
+    hashes = hash_images([pa.array(numbers & 1023), pa.array((numbers >> 10) << 40)], 3)
     for half in (0, 1):
-        assert np.unique(prints[:, half]).size == numbers.size
+        assert np.unique(hashes[:, half]).size == numbers.size
 
 
-def test_a_type_that_no_table_has_is_refused() -> None:
+def test_an_unsupported_type_is_refused() -> None:
     with pytest.raises(TypeError, match="time64"):
         hash_images([pa.array([1], pa.time64("us"))], 1)
 
@@ -80,10 +80,10 @@ def test_a_type_that_no_table_has_is_refused() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3))), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)))
 )
-def test_a_set_finds_what_it_holds_also_where_one_half_is_the_same(held: list[Any], asked: list[Any]) -> None:
-    held = sorted(set(held), reverse=True)
-    prints = RowHashSet(np.array(held, np.uint64).reshape(-1, 2))
-    found = prints.find(np.array(asked, np.uint64).reshape(-1, 2))
-    assert (len(prints), [place >= 0 for place in found]) == (len(held), [pair in held for pair in asked])
-    places = {pair: place for pair, place in zip(asked, found.tolist(), strict=True) if place >= 0}
-    assert len(set(places.values())) == len(places)
+def test_a_set_finds_its_hashes_even_if_one_half_is_equal(members: list[Any], lookups: list[Any]) -> None:
+    members = sorted(set(members), reverse=True)
+    hashes = RowHashSet(np.array(members, np.uint64).reshape(-1, 2))
+    found = hashes.find(np.array(lookups, np.uint64).reshape(-1, 2))
+    assert (len(hashes), [index >= 0 for index in found]) == (len(members), [pair in members for pair in lookups])
+    indices = {pair: index for pair, index in zip(lookups, found.tolist(), strict=True) if index >= 0}
+    assert len(set(indices.values())) == len(indices)

@@ -1,4 +1,4 @@
-"""What becomes of a past that is kept when the table has another shape: nothing of it is lost."""
+"""The past that a table keeps, after a schema change: no value is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tailrace.model.schema import TableSchema
 from tailrace.tables.evolve.carry_over import carry_over, keeps_values
 from tailrace.tables.evolve.schema_plan import Recast, ReloadNeeded, plan_evolution
 from tailrace.tables.spec import TableMode, TableSpec
-from tests.unit.tables.test_evolving import ID, OLD, A, B, shape, value_of
+from tests.unit.tables.evolve.test_schema_plan import ID, OLD, A, B, schema_of, value_of
 
 HISTORY, APPEND, MARKED = (
     TableSpec(mode=TableMode.HISTORY),
@@ -25,19 +25,19 @@ HISTORY, APPEND, MARKED = (
 EVERY = (HISTORY, APPEND, MARKED)
 
 
-def rewritten(*columns: tuple[int, str, pa.DataType], **given: Any) -> TableSchema:
-    """A shape of rows that the source wrote anew."""
-    return shape(*columns, file=6, stamp=2, **given)
+def rewritten(*columns: tuple[int, str, pa.DataType], **facts: Any) -> TableSchema:
+    """A schema whose rows the source has rewritten."""
+    return schema_of(*columns, file=6, stamp=2, **facts)
 
 
-def carried(
+def carry(
     new: TableSchema,
-    form: TableSpec = HISTORY,
+    spec: TableSpec = HISTORY,
     *,
     old: TableSchema = OLD,
     policies: EvolutionPolicies = DEFAULT_POLICIES,
 ) -> Recast:
-    found = carry_over(form, old, new, policies, value_of)
+    found = carry_over(spec, old, new, policies, value_of)
     assert isinstance(found, Recast), found
     return found
 
@@ -63,7 +63,7 @@ def carried(
         (pa.bool_(), pa.string(), False),
     ],
 )
-def test_which_values_are_the_same_in_another_type(was: pa.DataType, now: pa.DataType, kept: bool) -> None:
+def test_types_that_keep_every_value(was: pa.DataType, now: pa.DataType, kept: bool) -> None:
     assert keeps_values(was, now) is kept
 
 
@@ -77,39 +77,39 @@ def test_which_values_are_the_same_in_another_type(was: pa.DataType, now: pa.Dat
         (pa.int32(), pa.float64(), [2**31 - 1], [2147483647.0]),
     ],
 )  # fmt: skip
-def test_what_is_called_the_same_is_so_when_it_is_cast(
+def test_values_that_count_as_kept_are_equal_after_a_cast(
     was: pa.DataType, now: pa.DataType, values: list[object], become: list[object]
 ) -> None:
     assert keeps_values(was, now)
     assert pa.array(values, was).cast(now).to_pylist() == become
 
 
-@pytest.mark.parametrize("form", EVERY, ids=str)
-def test_a_wider_type_keeps_the_column_and_a_load_is_owed(form: TableSpec) -> None:
+@pytest.mark.parametrize("spec", EVERY, ids=str)
+def test_a_wider_type_keeps_the_column_and_a_load_is_owed(spec: TableSpec) -> None:
     new = rewritten(ID, (2, "a", pa.int64()), B)
-    found = carried(new, form)
+    found = carry(new, spec)
     assert (found.added, found.renamed, found.dropped, found.kept_apart) == ((), (), (), ())
     assert found.schema == new
     assert new.facts is not None
     assert found.schema.facts == replace(new.facts, rows_unknown=True)
-    assert isinstance(plan_evolution(found.schema, new, DEFAULT_POLICIES, value_of, form), ReloadNeeded)
+    assert isinstance(plan_evolution(found.schema, new, DEFAULT_POLICIES, value_of, spec), ReloadNeeded)
 
 
-@pytest.mark.parametrize("form", EVERY, ids=str)
-def test_a_type_that_cannot_hold_it_begins_empty_beside_what_it_was(form: TableSpec) -> None:
-    found = carried(rewritten(ID, (2, "a", pa.int16()), B), form)
+@pytest.mark.parametrize("spec", EVERY, ids=str)
+def test_a_type_that_cannot_hold_the_values_starts_empty_and_the_old_column_stays(spec: TableSpec) -> None:
+    found = carry(rewritten(ID, (2, "a", pa.int16()), B), spec)
     assert (found.kept_apart, found.added, found.dropped) == (("a",), (), ())
     assert found.descriptions == ("start a empty, and keep its old values in another column",)
 
 
-def test_a_column_that_is_renamed_and_cannot_hold_it_is_another_one() -> None:
-    found = carried(rewritten(ID, (2, "z", pa.int16()), B))
+def test_a_renamed_column_that_cannot_hold_the_values_is_a_new_column() -> None:
+    found = carry(rewritten(ID, (2, "z", pa.int16()), B))
     assert (found.kept_apart, found.renamed) == (("z",), ())
 
 
-def test_what_is_added_is_filled_where_a_constant_is_known_and_else_left_to_the_load() -> None:
+def test_an_added_column_is_filled_with_a_known_constant_or_left_to_the_load() -> None:
     columns = (ID, A, B, (4, "c", pa.int32()), (5, "d", pa.int32()), (6, "e", pa.int32()))
-    found = carried(rewritten(*columns, fills={"c": "7", "e": "odd"}))
+    found = carry(rewritten(*columns, fills={"c": "7", "e": "odd"}))
     assert found.added == ("c", "d", "e")
     assert found.backfilled == (("c", pa.scalar(7, pa.int32())),)
 
@@ -118,45 +118,41 @@ def test_what_is_added_is_filled_where_a_constant_is_known_and_else_left_to_the_
     ("policy", "dropped"),
     [(EvolutionPolicy.KEEP_NULL, ()), (EvolutionPolicy.APPLY, ("b",)), (EvolutionPolicy.STOP, ())],
 )
-def test_what_is_dropped_stays_unless_the_settings_say_otherwise(
-    policy: EvolutionPolicy, dropped: tuple[str, ...]
-) -> None:
-    assert carried(rewritten(ID, A), policies=EvolutionPolicies(drop=policy)).dropped == dropped
+def test_a_dropped_column_stays_unless_the_policy_drops_it(policy: EvolutionPolicy, dropped: tuple[str, ...]) -> None:
+    assert carry(rewritten(ID, A), policies=EvolutionPolicies(drop=policy)).dropped == dropped
 
 
-def test_a_table_that_was_made_again_goes_on_by_the_names_of_its_columns() -> None:
-    again = shape((1, "b", pa.string()), (2, "id", pa.int64()), (3, "x", pa.int32()), relation=10)
-    found = carried(again)
+def test_columns_of_a_recreated_table_are_matched_by_name() -> None:
+    again = schema_of((1, "b", pa.string()), (2, "id", pa.int64()), (3, "x", pa.int32()), relation=10)
+    found = carry(again)
     assert (found.renamed, found.added, found.kept_apart, found.dropped) == ((), ("x",), (), ())
 
 
 @pytest.mark.parametrize(
-    ("new", "said"),
+    ("new", "change"),
     [
-        (shape(ID, A, B, key=("a",)), "another key"),
-        (shape(ID, A, B, key=("id", "a")), "another key"),
+        (schema_of(ID, A, B, key=("a",)), "another key"),
+        (schema_of(ID, A, B, key=("id", "a")), "another key"),
         (rewritten((1, "id", pa.int32()), A, B), "retyped id, of the key"),
-        (shape((1, "ident", pa.int64()), A, B, relation=10, key=("ident",)), "another key"),
+        (schema_of((1, "ident", pa.int64()), A, B, relation=10, key=("ident",)), "another key"),
     ],
 )
-def test_rows_that_are_not_known_by_their_key_any_more_stop_the_table_but_changes_have_none(
-    new: TableSchema, said: str
-) -> None:
-    for form in (HISTORY, MARKED):
-        found = carry_over(form, OLD, new, DEFAULT_POLICIES, value_of)
+def test_another_key_stops_a_table_unless_it_is_in_append_mode(new: TableSchema, change: str) -> None:
+    for spec in (HISTORY, MARKED):
+        found = carry_over(spec, OLD, new, DEFAULT_POLICIES, value_of)
         assert isinstance(found, SchemaChanged)
-        assert said in found.headline
+        assert change in found.headline
         assert "another `name`" in found.hint
-    assert carried(new, APPEND).schema == new
+    assert carry(new, APPEND).schema == new
 
 
-def test_a_key_that_is_renamed_or_wider_is_the_same_key() -> None:
+def test_a_renamed_or_wider_key_is_the_same_key() -> None:
     new = rewritten((1, "ident", pa.string()), A, B, key=("ident",))
-    assert carried(new, MARKED).renamed == (("id", "ident"),)
+    assert carry(new, MARKED).renamed == (("id", "ident"),)
 
 
-def test_a_table_of_changes_without_a_key_keeps_a_column_that_is_dropped() -> None:
-    old, new = replace(OLD, key=()), replace(shape(ID, A), key=())
+def test_a_keyless_table_in_append_mode_keeps_a_dropped_column() -> None:
+    old, new = replace(OLD, key=()), replace(schema_of(ID, A), key=())
     assert isinstance(plan_evolution(old, new, DEFAULT_POLICIES, value_of), ReloadNeeded)
     found = plan_evolution(old, new, DEFAULT_POLICIES, value_of, APPEND)
     assert isinstance(found, Recast)

@@ -1,4 +1,4 @@
-"""One version of a table is told whole, or not at all."""
+"""A table's version is listed completely, or refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_version_is_its_columns_and_its_files(tmp_path: Path, name: str) -> No
     assert files_at(path, 1)[:2] == (columns, [])
 
 
-def test_a_version_that_is_not_there_or_has_lost_files_is_refused(tmp_path: Path) -> None:
+def test_a_missing_version_or_one_with_missing_files_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lake" / "public" / "t"
     with pytest.raises(TableUnusable, match="no longer exists"):
         files_at(path, 0)

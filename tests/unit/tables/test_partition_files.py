@@ -1,7 +1,7 @@
-"""Partitioned tables below their forms: how files are staged, and what becomes of files that Spark has named.
+"""Staging of partitioned tables, and removal of files with names that Spark has given.
 
-Spark's connector leaves letters of any alphabet in the names of files as they are, and delta-rs does not. A file whose
-name a commit writes otherwise than it stands in the log is, to every reader, one that nobody has taken out.
+Spark's connector leaves non-ASCII characters in file names as they are, and delta-rs does not. If a commit removes a
+file under another name than the log's, readers still count the file as part of the table.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ HISTORY = TableSpec(mode=TableMode.HISTORY, partition_by=("name",))
 ROWS = [{"id": i, "name": f"n {i % 2}", "big": f"large {i}", "n": i} for i in (1, 2, 3)]
 
 
-def opened(path: Path, form: TableSpec) -> DeltaRsTable:
-    return DeltaRsTable(path, LOG, form)
+def opened(path: Path, spec: TableSpec) -> DeltaRsTable:
+    return DeltaRsTable(path, LOG, spec)
 
 
 def files(table: Formed) -> list[str]:
@@ -69,7 +69,7 @@ def test_rows_of_many_partitions_are_written_with_few_files_open(
     assert len(DeltaTable(str(table.folder)).file_uris()) > 20
 
 
-def test_files_with_numbers_hold_the_columns_of_their_partition_and_lie_side_by_side(tmp_path: Path) -> None:
+def test_numbered_files_hold_their_partition_columns_and_are_in_one_folder(tmp_path: Path) -> None:
     schema = table_schema({"id": pa.int64(), "p": pa.string()})
     rows = [{"id": i, "p": p} for i, p in enumerate(["a/b", None, "a/b"])]
     files = stage(tmp_path / "t", "load", schema, record_batches(schema, rows), ("p",), numbered=True)
@@ -79,11 +79,11 @@ def test_files_with_numbers_hold_the_columns_of_their_partition_and_lie_side_by_
     assert [field.metadata[b"PARQUET:field_id"] for field in found[None].schema] == [b"1", b"2"]
 
 
-def test_what_a_load_has_staged_is_removed_by_its_name(tmp_path: Path) -> None:
+def test_a_load_s_staged_files_are_discarded_by_name(tmp_path: Path) -> None:
     path, by = tmp_path / "t", ("name", "n")
     stage(path, "one-a", SHOP, record_batches(SHOP, ROWS), by)
     stage(path, "two-a", SHOP, record_batches(SHOP, ROWS), by)
-    assert opened(path, MIRROR).applied_position() is None, "folders of partitions are no table, and in nobody's way"
+    assert opened(path, MIRROR).applied_position() is None, "folders of partitions are not a table, and not in the way"
     assert discard(path, "one") == 3
     assert {file.name[:9] for file in path.rglob("*.parquet")} == {"part-two-"}
     (path / "name=n%200" / "n=2" / "notes.txt").write_text("mine")
@@ -100,24 +100,24 @@ ODD: list[dict[str, Any]] = [
 
 
 def name_as_spark_does(folder: Path) -> None:
-    """Give the files of a table that delta-rs has made the names that Spark's connector would have given them."""
-    said = dict[str, str]()
+    """Give the files that delta-rs has written the names that Spark's connector would give them."""
+    new_names = dict[str, str]()
     for name in file_names(DeltaTable(str(folder))):
         column, _, value = unquote(name.partition("/")[0]).partition("=")
         if not value.isascii():
             disk = f"{column}={value.replace('%', '%25').replace('/', '%2F')}/{Path(name).name}"
             (folder / disk).parent.mkdir(exist_ok=True)
             (folder / name).rename(folder / disk)
-            said[quote(name, safe="/=")] = disk.replace("%", "%25").replace(" ", "%20")
+            new_names[quote(name, safe="/=")] = disk.replace("%", "%25").replace(" ", "%20")
     for commit in (folder / "_delta_log").glob("*.json"):
         text = commit.read_text()
-        for was, now in said.items():
-            text = text.replace(was, now)
+        for old, new in new_names.items():
+            text = text.replace(old, new)
         commit.write_text(text)
 
 
-def assert_taken_out_as_put_in(folder: Path, partition_by: Sequence[str]) -> None:
-    """Every reader takes a file out by its very name."""
+def assert_removed_as_added(folder: Path, partition_by: Sequence[str]) -> None:
+    """Check that every file is removed under exactly the name it was added by."""
     live = set[str]()
     for version in range(DeltaTable(str(folder)).version() + 1):
         actions = actions_of(folder, version)
@@ -130,8 +130,8 @@ def assert_taken_out_as_put_in(folder: Path, partition_by: Sequence[str]) -> Non
     assert sorted(map(unquote, live)) == sorted(file_names(DeltaTable(str(folder))))
 
 
-def odd(tmp_path: Path, form: TableSpec = MIRROR, rows: Any = ODD, schema: Any = SHOP) -> Formed:
-    table = Formed(opened(tmp_path / "t", form), form, tmp_path / "t", schema, rows)
+def odd(tmp_path: Path, spec: TableSpec = MIRROR, rows: Any = ODD, schema: Any = SHOP) -> Formed:
+    table = Formed(opened(tmp_path / "t", spec), spec, tmp_path / "t", schema, rows)
     name_as_spark_does(table.folder)
     assert not all(map(str.isascii, files(table)))
     return table
@@ -160,13 +160,13 @@ STEPS: dict[str, tuple[Callable[[Formed], object], list[tuple[int, str]]]] = {
 
 @pytest.mark.parametrize("listed", [False, True], ids=["", "checkpoint"])
 @pytest.mark.parametrize("step", STEPS)
-def test_files_that_spark_has_named_are_taken_out_again(tmp_path: Path, step: str, listed: bool) -> None:
+def test_files_that_spark_has_named_are_removed(tmp_path: Path, step: str, listed: bool) -> None:
     table = odd(tmp_path)
     if listed:
         DeltaTable(str(table.folder)).create_checkpoint()
     act, wanted = STEPS[step]
     act(table)
-    assert_taken_out_as_put_in(table.folder, ("name",))
+    assert_removed_as_added(table.folder, ("name",))
     found = {row["id"]: row["big"] for row in pl.read_delta(str(table.folder)).to_dicts()}
     assert sorted((key, big) for key, big in found.items() if key < 3) == wanted
     assert (3 in found) == (step in ("update", "leave", "delete", "evolve"))
@@ -182,10 +182,10 @@ def test_a_history_and_a_table_without_a_key_find_their_files(tmp_path: Path) ->
     keyless.apply(tx(1, delete({"a": 1}, b="é")))
     assert keyless.content() == [{"a": 1, "b": "é"}, {"a": 2, "b": "ü"}]
     for table in (history, keyless):
-        assert_taken_out_as_put_in(table.folder, table.form.partition_by)
+        assert_removed_as_added(table.folder, table.form.partition_by)
 
 
-def test_files_that_spark_has_named_are_joined_and_removed(tmp_path: Path) -> None:
+def test_files_that_spark_has_named_are_compacted_and_removed(tmp_path: Path) -> None:
     table = Formed(opened(tmp_path / "t", MIRROR), MIRROR, tmp_path / "t", rows=ODD)
     for n in range(9):
         table.apply(tx(1, insert(10 + n, name="é b")))
@@ -193,7 +193,7 @@ def test_files_that_spark_has_named_are_joined_and_removed(tmp_path: Path) -> No
     before, old = table.content(), files(table)
     tended = table.table.compact(UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=None), table.cursor(table.seq))
     assert (tended.files_compacted, tended.files_written) == (10, 1)
-    assert_taken_out_as_put_in(table.folder, ("name",))
+    assert_removed_as_added(table.folder, ("name",))
     state = opened(table.folder, MIRROR).opened()
     assert remove_files(table.folder, state.table, 0, state.commit_record.properties()) == 10
     assert {name for name in old if (table.folder / name).exists()} == {*old} & {*files(table)}

@@ -1,4 +1,4 @@
-"""The fold against sentences about it, and against the plainest model of a table."""
+"""The fold: single rules, and random histories against a simple model of a table."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_every_key_has_one_row_in_the_order_of_its_last_change() -> None:
     assert result.rows.column("copies").to_pylist() == [1, 1, 1]
 
 
-def test_a_row_that_came_and_went_is_a_delete() -> None:
+def test_a_row_inserted_and_deleted_is_a_delete() -> None:
     assert folded(insert(1, big="a"), delete(1))[1]["op"] == DELETE
 
 
-def test_a_row_that_went_and_came_back_is_the_new_one() -> None:
+def test_a_row_deleted_and_inserted_is_the_new_one() -> None:
     assert state(folded(delete(1), insert(1, big=None))[1]) == (UPSERT, None, None, None)
 
 
@@ -88,7 +88,7 @@ def test_nothing_folds_to_nothing() -> None:
         assert result.rows.schema.equals(folded_schema(schema))
 
 
-def test_columns_of_no_interest_are_ignored_and_reserved_names_are_found() -> None:
+def test_unknown_columns_are_ignored_and_reserved_names_are_found() -> None:
     schema = table_schema({"id": pa.int64(), "_op": pa.string(), "_seq_": pa.int32()})
     table = changes(schema, Change(op="insert", values={"id": 1, "_op": "mine", "_seq_": 7}))
     table = table.append_column(change.COMMIT, pa.array([5]))
@@ -102,20 +102,20 @@ def test_a_batch_in_many_chunks_folds_like_one() -> None:
     assert fold(SHOP, chunked).rows.equals(fold(SHOP, whole).rows)
 
 
-# --- absent is not null ------------------------------------------------------------------------------------
+# --- unsent is not null ------------------------------------------------------------------------------------
 
 
-def test_an_absent_value_comes_from_the_same_row_earlier_in_the_batch() -> None:
+def test_an_unsent_value_is_taken_from_the_same_row_earlier_in_the_batch() -> None:
     assert state(folded(insert(1, big="a"), update(1, unchanged=BIG, n=2))[1]) == (UPSERT, "a", None, None)
 
 
-def test_an_absent_value_that_no_change_gave_is_left_to_the_table() -> None:
+def test_an_unsent_value_that_no_change_has_is_left_to_the_table() -> None:
     row = folded(update(1, unchanged=BIG, n=2), update(1, unchanged=BIG, n=3))[1]
     assert state(row) == (UPSERT, None, [2], 1)
     assert row["c3"] == 3
 
 
-def test_columns_are_absent_one_by_one() -> None:
+def test_columns_are_unsent_one_by_one() -> None:
     rows = folded(
         update(1, unchanged=("name", "big"), n=1),
         update(1, unchanged=BIG, name="x", n=2),
@@ -126,17 +126,17 @@ def test_columns_are_absent_one_by_one() -> None:
     assert (rows[2]["c1"], state(rows[2])) == (None, (UPSERT, "y", [1], 2))
 
 
-def test_a_move_takes_the_large_value_along_from_the_batch() -> None:
+def test_a_key_move_takes_the_large_value_from_the_batch() -> None:
     assert state(folded(insert(1, big="a"), *move(1, 2, unchanged=BIG))[2]) == (UPSERT, "a", None, None)
 
 
-def test_a_move_takes_the_large_value_along_from_the_table() -> None:
+def test_a_key_move_takes_the_large_value_from_the_table() -> None:
     rows = folded(*move(1, 2, unchanged=BIG))
     assert state(rows[2]) == (UPSERT, None, [2], 1)
     assert rows[1]["op"] == DELETE
 
 
-def test_a_chain_of_moves_leads_back_to_its_first_key() -> None:
+def test_a_chain_of_key_moves_leads_back_to_its_first_key() -> None:
     rows = folded(*move(1, 2, unchanged=BIG), update(2, unchanged=BIG, n=5), *move(2, 3, unchanged=BIG))
     assert state(rows[3]) == (UPSERT, None, [2], 1)
     assert (rows[1]["op"], rows[2]["op"]) == (DELETE, DELETE)
@@ -155,12 +155,12 @@ def test_a_swap_through_a_third_key_crosses_the_bases() -> None:
     assert rows[9]["op"] == DELETE
 
 
-def test_a_move_onto_a_key_deleted_earlier_in_the_batch_brings_its_own_value() -> None:
+def test_a_key_move_to_a_key_deleted_in_the_batch_keeps_its_own_value() -> None:
     rows = folded(update(2, big="stale"), delete(2), *move(1, 2, unchanged=BIG))
     assert state(rows[2]) == (UPSERT, None, [2], 1)
 
 
-def test_a_new_row_under_an_old_key_takes_nothing_from_the_earlier_life() -> None:
+def test_a_new_row_under_an_old_key_takes_nothing_from_the_earlier_row() -> None:
     rows = folded(update(1, big="stale"), delete(1), insert(1, big="fresh"), update(1, unchanged=BIG, n=3))
     assert state(rows[1]) == (UPSERT, "fresh", None, None)
 
@@ -190,7 +190,7 @@ BASELESS = [
 
 
 @pytest.mark.parametrize("rows", [*BASELESS, (update(1, unchanged=("id",)),)])
-def test_a_partial_change_without_a_base_is_refused_where_it_stands(rows: tuple[Change, ...]) -> None:
+def test_a_partial_change_without_a_base_is_refused_with_its_position(rows: tuple[Change, ...]) -> None:
     with pytest.raises(BaseRowMissing) as refused:
         folded(*rows)
     assert refused.value.fields["position"] == f"0/{len(rows) - 1:X}"
@@ -198,12 +198,12 @@ def test_a_partial_change_without_a_base_is_refused_where_it_stands(rows: tuple[
 
 
 @pytest.mark.parametrize("rows", BASELESS)
-def test_where_rows_can_be_read_again_no_row_of_the_table_is_its_base(rows: tuple[Change, ...]) -> None:
+def test_with_refetch_a_row_without_a_base_has_no_base_in_the_table(rows: tuple[Change, ...]) -> None:
     *_, last = folded(*rows, can_refetch=True).values()
     assert state(last) == (UPSERT, None, [2], None)
 
 
-def test_what_builds_on_a_row_without_a_base_has_none_either() -> None:
+def test_a_change_that_builds_on_a_row_without_a_base_has_none_either() -> None:
     rows = folded(
         update(1, big="stale"),
         delete(1),
@@ -216,12 +216,12 @@ def test_what_builds_on_a_row_without_a_base_has_none_either() -> None:
     assert rows[1]["op"] == DELETE
 
 
-def test_a_row_without_a_base_is_whole_once_its_value_comes() -> None:
+def test_a_row_without_a_base_is_whole_once_its_value_arrives() -> None:
     rows = folded(arrival(1, unchanged=BIG), update(1, big="x"), update(1, unchanged=BIG, n=3), can_refetch=True)
     assert state(rows[1]) == (UPSERT, "x", None, None)
 
 
-def test_a_change_without_a_part_of_its_key_cannot_be_asked_for() -> None:
+def test_a_change_without_a_part_of_its_key_cannot_be_refetched() -> None:
     with pytest.raises(BaseRowMissing):
         folded(update(1, unchanged=("id",)), can_refetch=True)
 
@@ -229,7 +229,7 @@ def test_a_change_without_a_part_of_its_key_cannot_be_asked_for() -> None:
 # --- truncate ----------------------------------------------------------------------------------------------
 
 
-def test_a_truncate_drops_what_came_before_it() -> None:
+def test_a_truncate_drops_earlier_changes() -> None:
     result = fold(SHOP, changes(SHOP, insert(1), truncate(), insert(2), truncate(), insert(3, big="x")))
     assert result.truncated
     assert result.rows.column("c0").to_pylist() == [3]
@@ -275,12 +275,14 @@ def test_an_unfit_key_is_always_refused() -> None:
         folded(insert(None, unfit=("id",)), delete(None, unfit=("id",)))
 
 
-def test_an_unfit_value_of_a_keyless_row_is_refused_unless_the_row_went_again() -> None:
+def test_an_unfit_value_of_a_keyless_row_is_refused_unless_the_row_is_deleted_again() -> None:
     row = {"a": None, "b": "x"}
     with pytest.raises(ValueUnfit, match="column=a"):
         fold(KEYLESS, changes(KEYLESS, insert(row), insert(row, unfit=("a",))))
-    came_and_went = fold(KEYLESS, changes(KEYLESS, insert(row), insert(row, unfit=("a",)), delete(row, unfit=("a",))))
-    assert came_and_went.rows.column("copies").to_pylist() == [1]
+    inserted_and_deleted = fold(
+        KEYLESS, changes(KEYLESS, insert(row), insert(row, unfit=("a",)), delete(row, unfit=("a",)))
+    )
+    assert inserted_and_deleted.rows.column("copies").to_pylist() == [1]
 
 
 # --- every type of key -------------------------------------------------------------------------------------
@@ -303,7 +305,7 @@ KEYS: list[tuple[pa.DataType, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "values"), KEYS, ids=lambda value: str(value)[:24])
-def test_keys_of_every_type_are_told_apart_and_found_again(kind: pa.DataType, values: list[Any]) -> None:
+def test_keys_of_every_type_are_distinguished_and_found_again(kind: pa.DataType, values: list[Any]) -> None:
     schema = table_schema({"v": pa.int32(), "k": kind, "big": pa.string()}, key=("k",))
     rows = [insert({"k": value}, v=0, big=str(i)) for i, value in enumerate(values)]
     rows += [update({"k": value}, v=i, unchanged=BIG) for i, value in enumerate(values)]
@@ -362,7 +364,7 @@ def test_deletes_of_one_image_are_counted() -> None:
     ]
 
 
-def test_an_update_of_a_keyless_row_takes_the_old_image_away() -> None:
+def test_an_update_of_a_keyless_row_removes_the_old_image() -> None:
     assert sorted(images(update(Y, before=X))) == [(1, "x", DELETE, -1), (1, "y", UPSERT, 1)]
 
 
@@ -377,7 +379,7 @@ def test_a_keyless_update_without_its_old_row_is_refused() -> None:
         assert refused.value.fields["position"] == "0/1"
 
 
-def test_a_keyless_update_with_absent_values_is_refused() -> None:
+def test_a_keyless_update_with_unsent_values_is_refused() -> None:
     with pytest.raises(BaseRowMissing):
         images(update(Y, before=X, unchanged=("b",)))
 
@@ -402,7 +404,7 @@ def test_images_are_equal_only_when_every_bit_is(kind: pa.DataType, values: list
     assert images(*map(insert, pairs), *map(delete, pairs), schema=schema) == []
 
 
-# --- against the model, however the changes are cut -------------------------------------------------------
+# --- against the model, with changes split into any batches ------------------------------------------------
 
 STEPS = st.lists(
     st.tuples(
@@ -419,7 +421,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 @settings(max_examples=400, deadline=None)
-def test_any_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[tuple[Any, ...]]) -> None:
+def test_any_history_in_any_batches_ends_in_the_source_s_rows(steps: list[tuple[Any, ...]]) -> None:
     model, pending = Model(), []
     table: dict[Any, dict[str, Any]] = {}
     for *step, cut in [*steps, ("none", 99, 0, None, (), True)]:
@@ -440,7 +442,7 @@ IMAGE = st.tuples(st.sampled_from([None, 0, 1]), st.sampled_from([None, "", "x"]
     )
 )
 @settings(max_examples=200, deadline=None)
-def test_any_keyless_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[tuple[Any, ...]]) -> None:
+def test_any_keyless_history_in_any_batches_ends_in_the_source_s_rows(steps: list[tuple[Any, ...]]) -> None:
     model, pending = KeylessModel(), []
     table: Counter[tuple[Any, ...]] = Counter()
     for *step, cut in [*steps, ("delete", (9, None), (9, None), True)]:
@@ -481,7 +483,7 @@ def test_a_hundred_thousand_changes_fold_in_a_blink() -> None:
     fold(schema, table.slice(0, 10))  # compiles the kernel
     took = []
     for _ in range(3):
-        start = time.process_time()  # others may have the processor meanwhile
+        start = time.process_time()  # processor time, because other processes may run too
         fold(schema, table)
         took.append(time.process_time() - start)
     assert min(took) < 0.3  # about 0.03 on two idle cores

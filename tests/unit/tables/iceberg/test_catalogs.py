@@ -1,4 +1,4 @@
-"""Where an Iceberg table's newest metadata is found, in each kind of catalog, without Java."""
+"""Finding an Iceberg table's newest metadata in each kind of catalog, without Java."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_commits_ahead_of_the_hint_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hint", ["", "garbage", "99"])
-def test_a_hint_that_is_of_no_use_is_none(tmp_path: Path, hint: str) -> None:
+def test_a_useless_hint_is_ignored(tmp_path: Path, hint: str) -> None:
     table = tmp_path / "public" / "t"
     write(table, 9)
     write(table, 10)
@@ -75,15 +75,15 @@ def test_metadata_that_cannot_be_read_is_an_error_and_never_a_new_table(tmp_path
 
 
 @pytest.mark.parametrize("name", ["t", "public/a%20b", "public/a:b", "public/a[b"])
-def test_a_name_that_no_catalog_can_have_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
+def test_a_name_that_no_catalog_can_have_is_refused_with_a_hint(tmp_path: Path, name: str) -> None:
     with pytest.raises(TableUnusable, match="cannot have this name") as refused:
         folder_catalog(tmp_path).metadata(tmp_path / name)
     assert "tables.rules" in refused.value.hint
 
 
-@pytest.mark.parametrize("said", ["/a/b.json", "file:/a/b.json", "file:///a/b.json"])
-def test_a_file_of_this_machine_is_known_however_it_is_said(said: str) -> None:
-    assert local_path(said) == Path("/a/b.json")
+@pytest.mark.parametrize("location", ["/a/b.json", "file:/a/b.json", "file:///a/b.json"])
+def test_a_local_file_is_found_by_any_form_of_its_location(location: str) -> None:
+    assert local_path(location) == Path("/a/b.json")
 
 
 # --- databases ---------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def database(file: Path, location: str) -> None:
     lite.close()
 
 
-def test_a_database_says_where_the_metadata_is(tmp_path: Path) -> None:
+def test_the_metadata_is_found_through_a_database(tmp_path: Path) -> None:
     file, path = tmp_path / "catalog.db", tmp_path / "lake" / "public"
     catalog = Catalog(kind="jdbc", root=tmp_path / "lake", uri=f"jdbc:sqlite:{file}")
     assert catalog.metadata(path / "t") is None, "there is no database yet"
@@ -131,7 +131,7 @@ def test_a_database_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
 
 
 class Server(BaseHTTPRequestHandler):
-    """As the specification of REST catalogs has it, for one table."""
+    """A server of one table, according to the REST catalog specification."""
 
     seen: ClassVar[list[tuple[str, str | None]]] = []
     status: ClassVar[int] = 200
@@ -165,7 +165,7 @@ def served(status: int = 200) -> Iterator[str]:
             thread.join()
 
 
-def test_a_server_tells_the_metadata_itself(tmp_path: Path) -> None:
+def test_a_rest_server_returns_the_metadata(tmp_path: Path) -> None:
     with served() as uri:
         catalog = Catalog(kind="rest", root=tmp_path, uri=uri, warehouse="lake", properties={"token": "k"})
         assert catalog.metadata(tmp_path / "x" / "public" / "t") == {"format-version": 5}
@@ -173,7 +173,7 @@ def test_a_server_tells_the_metadata_itself(tmp_path: Path) -> None:
     assert {authorization for _, authorization in Server.seen} == {"Bearer k"}
 
 
-def test_a_server_that_does_not_answer_as_it_should_is_an_error(tmp_path: Path) -> None:
+def test_a_server_error_or_an_unreachable_server_is_an_error(tmp_path: Path) -> None:
     with served(status=503) as uri:
         catalog = Catalog(kind="rest", root=tmp_path, uri=uri, warehouse="lake")
         with pytest.raises(TableUnusable, match="HTTP 503"):

@@ -1,4 +1,4 @@
-"""A file's statistics in Delta's log: whatever a reader skips by them holds nothing that it looks for."""
+"""A file's statistics in Delta's log: a reader that skips by them misses no row."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def bounds(folder: Path, kind: pa.DataType, values: list[Any], *, group: int | N
     (pa.string(), ["b" + "\U0010ffff" * 40], ("b" + "\U0010ffff" * 31, "c")),
     (pa.string(), ["\U0010ffff" * 40], ("\U0010ffff" * 32, None)),
 ])  # fmt: skip
-def test_bounds_are_the_ends_rounded_outwards(
+def test_bounds_are_the_extremes_rounded_outwards(
     tmp_path: Path, kind: pa.DataType, values: list[Any], expected: tuple[Any, Any]
 ) -> None:
     assert bounds(tmp_path, kind, values) == expected
@@ -83,11 +83,11 @@ def test_bounds_are_the_ends_rounded_outwards(
     (pa.list_(pa.int32()), [[1]]),
     (pa.string(), ["x" * 5000]),
 ])  # fmt: skip
-def test_what_has_no_bounds_that_hold_has_none(tmp_path: Path, kind: pa.DataType, values: list[Any]) -> None:
+def test_values_without_valid_bounds_have_none(tmp_path: Path, kind: pa.DataType, values: list[Any]) -> None:
     assert bounds(tmp_path, kind, values) == (None, None)
 
 
-def test_a_date_that_no_calendar_text_holds_has_no_bound(tmp_path: Path) -> None:
+def test_a_date_that_cannot_be_written_has_no_bound(tmp_path: Path) -> None:
     schema = table_schema({"id": pa.int64(), "v": pa.date32()})
     days = pa.array([0, 90_000_000], pa.int32()).view(pa.date32())
     (file,) = stage(tmp_path, "x", schema, [pa.record_batch([pa.array([1, 2]), days], names=["id", "v"])])
@@ -96,7 +96,7 @@ def test_a_date_that_no_calendar_text_holds_has_no_bound(tmp_path: Path) -> None
     assert "v" not in found["maxValues"]
 
 
-def test_nulls_are_counted_but_not_of_lists(tmp_path: Path) -> None:
+def test_nulls_are_counted_except_for_lists(tmp_path: Path) -> None:
     assert stats(tmp_path, pa.binary(), [None, b"", None])["nullCount"] == {"id": 0, "v": 2}
     assert stats(tmp_path, pa.list_(pa.int8()), [None, [None]])["nullCount"] == {"id": 0}
 
@@ -114,7 +114,7 @@ def test_only_the_key_has_statistics_past_the_first_columns(tmp_path: Path) -> N
     assert set(json.loads(file.stats)["minValues"]) == {*(f"c{i}" for i in range(32)), "id"}
 
 
-# --- nothing that is looked for is skipped ------------------------------------------------------------------
+# --- no matching row is skipped -----------------------------------------------------------------------------
 
 MICROS = st.integers(-62_135_596_800_000_000, 253_402_300_799_999_999)
 TEXT = st.one_of(
@@ -155,7 +155,7 @@ def sql(value: Any) -> str:
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_a_scan_with_a_condition_finds_what_a_whole_scan_does(name: str, data: st.DataObject) -> None:
+def test_a_scan_that_skips_files_finds_the_same_rows(name: str, data: st.DataObject) -> None:
     kind, values = CASES[name]
     files = data.draw(st.lists(st.lists(values | st.none(), min_size=1, max_size=4), min_size=1, max_size=4))
     flat = [value for file in files for value in file if value is not None]
