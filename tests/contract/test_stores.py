@@ -107,21 +107,21 @@ def test_a_schema_history_promises(check: Check[SchemaHistory], kind: str, tmp_p
 
 
 class Careless(MemoryCheckpointStore):
-    """Saves whatever it is given."""
+    """Saves anything."""
 
     def save(self, key: str, checkpoint: Checkpoint) -> None:
         self._saved[key] = checkpoint
 
 
 class Forgetful(MemorySchemaHistory):
-    """Takes every shape for a new one."""
+    """Takes every schema for a new one."""
 
     def _record(self, shape, happened, evolution=None):  # type: ignore[no-untyped-def] # as the one above
         self.drop(shape.table)
         return super()._record(shape, happened, evolution)
 
 
-def test_a_store_that_breaks_promises_is_told_all_of_them_at_once() -> None:
+def test_all_broken_promises_of_a_store_are_reported_at_once() -> None:
     with pytest.raises(ContractBroken) as caught:
         check_checkpoint_store(lambda: (lambda store: lambda: store)(Careless()))
     told = str(caught.value).splitlines()
@@ -133,6 +133,6 @@ def test_a_store_that_breaks_promises_is_told_all_of_them_at_once() -> None:
     ]
 
 
-def test_a_history_that_breaks_promises_is_told_so() -> None:
+def test_broken_promises_of_a_history_are_reported() -> None:
     with pytest.raises(ContractBroken, match="recording a table's current schema again adds nothing"):
         check_schema_history(lambda: (lambda history: lambda: history)(Forgetful(retention=KEPT)))

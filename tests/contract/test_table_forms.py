@@ -1,4 +1,4 @@
-"""Every engine, every form: what a lake table holds after changes, however these come.
+"""Every engine and every spec: what a lake table holds after any changes.
 
 An engine is one more way to open a table (`OPEN`); the rest of this file is the same for all. `make engines` runs it
 with Spark's connector.
@@ -82,7 +82,7 @@ def made(open_table: OpenTable, tmp_path: Path) -> Any:
 # --- metadata ----------------------------------------------------------------------------------------------
 
 
-def test_a_mirror_says_of_each_row_which_change_it_comes_from(made: Any) -> None:
+def test_a_mirror_names_the_change_of_each_row(made: Any) -> None:
     table = made(TableSpec(metadata=("_position", "_op", "_committed_at")))
     made_new = tx(3000, insert(9, name="z"), update(9, name="y", unchanged=BIG))
     table.apply(tx(2000, update(1, name="a", big="b")), made_new)
@@ -94,7 +94,7 @@ def test_a_mirror_says_of_each_row_which_change_it_comes_from(made: Any) -> None
     ]
 
 
-def test_metadata_that_was_not_asked_for_is_not_there(made: Any) -> None:
+def test_metadata_that_was_not_requested_is_left_out(made: Any) -> None:
     table = made(TableSpec(metadata=("_seq",)))
     table.apply(tx(1, delete(1), *move(2, 8, unchanged=BIG, name="moved")))
     assert table.content() == [
@@ -106,7 +106,7 @@ def test_metadata_that_was_not_asked_for_is_not_there(made: Any) -> None:
 # --- soft delete -------------------------------------------------------------------------------------------
 
 
-def test_what_is_deleted_stays_marked_with_its_last_values(made: Any) -> None:
+def test_a_deleted_row_stays_marked_with_its_last_values(made: Any) -> None:
     table = made(TableSpec(soft_delete=True))
     table.apply(tx(1, update(2, name="last", unchanged=BIG), delete(2)), tx(2, delete(1), delete(77)))
     assert table.tuples("id", "name", "big", "_deleted") == [
@@ -159,7 +159,7 @@ def test_every_change_is_a_row(made: Any) -> None:
     assert table.tuples("_seq", "_committed_at")[1:3] == [(101, second(5)), (102, second(6))]
 
 
-def test_changes_of_a_table_without_a_key_are_rows_too(made: Any) -> None:
+def test_changes_of_a_keyless_table_are_rows_too(made: Any) -> None:
     table = made(APPEND, rows=[], schema=KEYLESS)
     table.apply(tx(5, insert({"a": 1}), insert({"a": 1}), delete({"a": 1})))
     assert table.tuples("_seq", "_op", "a") == [(100, "insert", 1), (101, "insert", 1), (102, "delete", 1)]
@@ -187,7 +187,7 @@ def test_a_row_has_a_version_for_each_transaction_that_changed_it(made: Any) -> 
     ]
 
 
-def test_what_a_transaction_makes_and_takes_away_is_no_version(made: Any) -> None:
+def test_a_row_inserted_and_deleted_in_one_transaction_has_no_version(made: Any) -> None:
     table = made(HISTORY, rows=[])
     table.apply(tx(2000, insert(1, name="a"), update(1, name="b"), delete(1)), tx(3000, insert(2, name="x")))
     assert table.tuples(*VALID) == [(2, "x", second(3000), None, True)]
@@ -214,7 +214,7 @@ def test_a_truncate_ends_all(made: Any) -> None:
     ]
 
 
-def test_time_never_goes_back_though_a_clock_does(made: Any) -> None:
+def test_time_never_goes_back_although_a_clock_does(made: Any) -> None:
     table = made(HISTORY, rows=ROWS[:1])
     table.apply(tx(5000, update(1, name="b", unchanged=BIG)))
     table.apply(tx(3000, update(1, name="c", unchanged=BIG)), tx(10, insert(2)), tx(6000, delete(1)))
@@ -227,7 +227,7 @@ def test_time_never_goes_back_though_a_clock_does(made: Any) -> None:
     ]
 
 
-def test_a_partial_change_of_a_row_that_is_of_the_past_is_refused(made: Any) -> None:
+def test_a_partial_change_of_a_past_row_is_refused(made: Any) -> None:
     table = made(HISTORY)
     table.apply(tx(2000, delete(1)))
     with pytest.raises(BaseRowMissing):
@@ -242,7 +242,7 @@ STEPS = steps_with(st.sampled_from([None, "", "x", "y"]))
 @pytest.mark.parametrize("form", [MARKED, HISTORY], ids=str)
 @settings(max_examples=examples(25), deadline=None)
 @given(steps=STEPS, cuts=st.sets(st.integers(1, 24), max_size=3))
-def test_any_cutting_of_the_changes_comes_to_the_same_table(
+def test_any_grouping_of_the_changes_gives_the_same_table(
     open_table: OpenTable, form: TableSpec, steps: list[Any], cuts: set[int]
 ) -> None:
     begun, transactions = story(steps)
@@ -255,7 +255,7 @@ def test_any_cutting_of_the_changes_comes_to_the_same_table(
             here = table.seq
             assert table.take(piece).committed == bool(piece.num_rows)
             after, table.seq = table.content(), here
-            assert not table.take(piece).committed, "a batch that comes again does nothing"
+            assert not table.take(piece).committed, "a repeated batch does nothing"
             assert table.content() == after
         wanted = account.versions if form is HISTORY else account.marked.values()
         assert table.content() == ordered(wanted)
@@ -263,7 +263,7 @@ def test_any_cutting_of_the_changes_comes_to_the_same_table(
 
 @settings(max_examples=examples(15), deadline=None)
 @given(steps=STEPS, cuts=st.sets(st.integers(1, 24), max_size=3))
-def test_any_cutting_of_the_changes_appends_each_once(open_table: OpenTable, steps: list[Any], cuts: set[int]) -> None:
+def test_any_grouping_of_the_changes_appends_each_once(open_table: OpenTable, steps: list[Any], cuts: set[int]) -> None:
     begun, transactions = story(steps)
     batch = stored(COMPOSITE, transactions)
     with tempfile.TemporaryDirectory() as folder:
@@ -283,10 +283,10 @@ def test_any_cutting_of_the_changes_appends_each_once(open_table: OpenTable, ste
 
 
 NOW = [{"id": 1, "name": "n1", "big": "large 1", "n": 1}, {"id": 2, "name": "other", "big": "b", "n": 5}]
-"""What the source has: the first row is as it was, the second is not, the third is gone."""
+"""The source's rows: the first row is unchanged, the second has changed, the third was deleted."""
 
 
-def test_rows_that_are_as_they_were_keep_what_they_say_of_themselves(made: Any) -> None:
+def test_rows_that_did_not_change_keep_their_metadata(made: Any) -> None:
     table = made(TableSpec(metadata=("_op", "_seq")))
     table.apply(tx(2000, update(1, name="n1", big="large 1", n=1)))
     again(table, NOW, "again", 3000)
@@ -305,7 +305,7 @@ def test_rows_that_a_load_does_not_find_are_marked(made: Any) -> None:
     ]
 
 
-def test_what_a_load_finds_otherwise_is_a_version(made: Any) -> None:
+def test_a_row_that_a_load_finds_changed_gets_a_version(made: Any) -> None:
     table = made(HISTORY)
     table.apply(tx(5000, update(1, name="n1", big="large 1", n=1)))
     again(table, NOW, "again", 3000)
@@ -326,13 +326,13 @@ def test_a_load_adds_what_it_reads_to_a_table_of_changes(made: Any) -> None:
     assert table.tuples("_seq", "_op", "id") == [(100, "read", 1), (100, "read", 2), (99, "read", 1)]
 
 
-# --- shape, upkeep, and what is refused --------------------------------------------------------------------
+# --- schema, upkeep, and refusals --------------------------------------------------------------------------
 
 EVERY = [TableSpec(metadata=("_seq", "_op")), MARKED, HISTORY, APPEND]
 
 
 @pytest.mark.parametrize("form", EVERY, ids=str)
-def test_a_table_of_any_form_evolves_and_is_looked_after(made: Any, form: TableSpec) -> None:
+def test_a_table_of_any_spec_evolves_and_is_maintained(made: Any, form: TableSpec) -> None:
     table = made(form)
     for n in range(9):
         table.apply(tx(2000 + n, insert(10 + n, name="x")))
@@ -362,8 +362,11 @@ def test_a_table_of_any_form_evolves_and_is_looked_after(made: Any, form: TableS
     "form", [MARKED, HISTORY, APPEND, replace(HISTORY, partition_by=("n", "name"))],
     ids=["soft-delete", "history", "append", "history-in-partitions"],
 )  # fmt: skip
-def test_a_past_is_carried_over_to_another_shape_and_compared_with_a_load(made: Any, form: TableSpec) -> None:
-    """`n` becomes wider, `name` what cannot hold it; the first row is the same at the source, the second is not."""
+def test_a_kept_past_is_carried_over_to_another_schema_and_compared_with_a_load(made: Any, form: TableSpec) -> None:
+    """`n` becomes wider, `name` gets a type that cannot hold it.
+
+    The first row is the same at the source, the second is not.
+    """
     table = made(form)
     table.apply(tx(2000, delete(3)))
     columns = (
@@ -397,7 +400,7 @@ def test_a_past_is_carried_over_to_another_shape_and_compared_with_a_load(made: 
 
 
 @pytest.mark.parametrize("form", EVERY, ids=str)
-def test_a_table_made_in_another_form_is_refused_until_it_is_loaded_anew(
+def test_a_table_of_another_spec_is_refused_until_it_is_reloaded(
     open_table: OpenTable, tmp_path: Path, form: TableSpec
 ) -> None:
     table = Formed(open_table(tmp_path / "t", PLAIN_MIRROR), PLAIN_MIRROR, tmp_path / "t", rows=ROWS)
@@ -415,7 +418,7 @@ def test_a_table_made_in_another_form_is_refused_until_it_is_loaded_anew(
 
 
 @pytest.mark.parametrize("form", [PLAIN_MIRROR, MARKED], ids=str)
-def test_a_row_that_a_chunk_saw_after_it_moved_goes_when_the_source_has_it_no_more(
+def test_a_row_that_a_chunk_saw_after_its_move_is_removed_once_the_source_lacks_it(
     open_table: OpenTable, tmp_path: Path, form: TableSpec
 ) -> None:
     table = Formed(open_table(tmp_path / "t", form), form, tmp_path / "t", rows=[{"id": 2, "big": "large"}])
@@ -432,7 +435,7 @@ def test_a_row_that_a_chunk_saw_after_it_moved_goes_when_the_source_has_it_no_mo
 
 @pytest.mark.parametrize("form", [PLAIN_MIRROR, MARKED], ids=str)
 @pytest.mark.parametrize("emptied", [False, True])
-def test_a_row_that_came_without_its_value_takes_none_of_an_earlier_row(
+def test_a_row_without_its_value_takes_none_from_an_earlier_row(
     open_table: OpenTable, tmp_path: Path, form: TableSpec, emptied: bool
 ) -> None:
     earlier = [{"id": i, "big": "earlier"} for i in (1, 2, 3)]
@@ -457,7 +460,7 @@ def test_a_row_that_came_without_its_value_takes_none_of_an_earlier_row(
         assert table.tuples("id", "big") == [(key, big) for key, big, deleted in left if not deleted]
 
 
-def test_names_of_columns_that_the_table_lacks_make_no_other_form(open_table: OpenTable, tmp_path: Path) -> None:
+def test_names_of_columns_that_the_table_lacks_do_not_change_the_spec(open_table: OpenTable, tmp_path: Path) -> None:
     table = Formed(open_table(tmp_path / "t", HISTORY), HISTORY, tmp_path / "t", rows=ROWS)
     more = replace(HISTORY, renamed_columns=(("nope", "other"),))
     assert open_table(tmp_path / "t", more).applied_position() == table.cursor(table.seq)
@@ -480,7 +483,7 @@ def test_names_of_columns_that_the_table_lacks_make_no_other_form(open_table: Op
         (APPEND, table_schema({"id": pa.int64(), "_op": pa.string()}), "has the name of one"),
     ],
 )
-def test_what_a_source_table_cannot_be_is_refused(
+def test_a_spec_that_the_source_table_cannot_have_is_refused(
     open_table: OpenTable, tmp_path: Path, form: TableSpec, schema: Any, said: str
 ) -> None:
     with pytest.raises(TableUnusable, match=said) as refused:
@@ -495,7 +498,7 @@ NAMED = (("big", "large"), ("id", "number"))
 
 
 @pytest.mark.parametrize("form", [PLAIN_MIRROR, *EVERY], ids=str)
-def test_columns_have_the_names_that_were_asked_for(made: Any, form: TableSpec) -> None:
+def test_columns_have_the_requested_names(made: Any, form: TableSpec) -> None:
     table = made(replace(form, renamed_columns=NAMED))
     table.apply(tx(2000, update(1, name="b", unchanged=BIG)), tx(3000, *move(2, 8, unchanged=BIG), delete(3)))
     assert "id" not in table.content()[0]
@@ -512,18 +515,18 @@ def test_columns_have_the_names_that_were_asked_for(made: Any, form: TableSpec) 
     assert "name" not in table.content()[0]
 
 
-def test_a_row_that_is_read_again_says_of_itself_what_its_change_says(made: Any) -> None:
+def test_a_refetched_row_has_the_metadata_of_its_change(made: Any) -> None:
     form = TableSpec(soft_delete=True, metadata=("_seq",), renamed_columns=NAMED)
     table = made(form, rows=ROWS[:1])
     partial = tx(1, update(7, unchanged=BIG), *move(1, 8, unchanged=BIG), update(9, unchanged=BIG))
 
-    def reread(keys: pa.Table) -> pa.Table:
+    def refetch(keys: pa.Table) -> pa.Table:
         assert sorted(keys.column("number").to_pylist()) == [7, 8, 9]
         rows = [{"number": key, "name": "now", "large": f"read {key}", "n": 0} for key in (7, 8)]
         return pa.Table.from_pylist(rows, pa.schema(form.stored_schema(SHOP).row_fields()[:4]))
 
     folded = fold_by_mode(form, SHOP, stored(SHOP, [partial]))
-    table.table.apply(SHOP, folded, table.cursor(LOADED_SEQ), table.cursor(103), refetch=reread)
+    table.table.apply(SHOP, folded, table.cursor(LOADED_SEQ), table.cursor(103), refetch=refetch)
     assert table.tuples("number", "name", "large", "_deleted", "_seq") == [
         (1, "n1", "large 1", True, 101),
         (7, "now", "read 7", False, 100),
@@ -531,7 +534,7 @@ def test_a_row_that_is_read_again_says_of_itself_what_its_change_says(made: Any)
     ]
 
 
-def test_changes_of_a_table_without_a_key_find_their_rows_under_other_names(made: Any) -> None:
+def test_changes_of_a_keyless_table_find_their_rows_under_other_names(made: Any) -> None:
     table = made(TableSpec(renamed_columns=(("a", "b"), ("b", "a"))), rows=[{"a": 1, "b": "x"}] * 2, schema=KEYLESS)
     table.apply(tx(1, delete({"a": 1}, b="x")))
     assert table.content() == [{"b": 1, "a": "x"}]
@@ -544,7 +547,7 @@ def test_two_columns_of_one_name_are_refused(made: Any) -> None:
     assert "columns:" in refused.value.hint
 
 
-def test_a_column_that_has_the_marks_name_is_told_of_the_mark(made: Any) -> None:
+def test_a_column_with_the_name_of_the_mark_is_refused(made: Any) -> None:
     with pytest.raises(TableUnusable, match="has the name of one that the table spec adds") as refused:
         made(TableSpec(soft_delete=True, deleted_column=engines.MARK, renamed_columns=(("big", engines.MARK),)))
     assert "`soft_delete`" in refused.value.hint

@@ -1,5 +1,4 @@
-"""The suites that users run find what is wrong: stores, histories and sinks that each break one promise, in a way that
-is easily written."""
+"""The suites for users detect wrong stores, histories and sinks, each with one broken promise that is easily made."""
 
 from __future__ import annotations
 
@@ -35,17 +34,17 @@ from tailrace.testing.sink_checks import SinkAt
 
 
 class Store:
-    """A right one, over what stands for a disk."""
+    """A correct store, over a dictionary in place of a disk."""
 
     def __init__(self, disk: dict[str, str]) -> None:
         self._disk = disk
 
     def at(self, key: str) -> str:
-        """What the key is called on the disk."""
+        """Return the key's name on the disk."""
         return key
 
     def kept(self, checkpoint: Checkpoint, before: Checkpoint | None) -> Checkpoint:
-        """What is written for it."""
+        """Return what is written for it."""
         return checkpoint
 
     def save(self, key: str, checkpoint: Checkpoint) -> None:
@@ -153,18 +152,18 @@ def place_of(store: Callable[[Any], Any]) -> Callable[[], Callable[[], Any]]:
     return place
 
 
-def test_a_store_that_is_right_is_told_so() -> None:
+def test_a_correct_store_passes() -> None:
     store_checks.check_checkpoint_store(place_of(Store))
 
 
 @pytest.mark.parametrize("wrong", WRONG_STORES)
-def test_a_store_that_is_wrong_is_told_so(wrong: type[Store]) -> None:
+def test_a_wrong_store_fails(wrong: type[Store]) -> None:
     with pytest.raises(ContractBroken):
         store_checks.check_checkpoint_store(place_of(wrong))
 
 
 class WritesAtTheEnd(FileCheckpointStore):
-    """Has it on the disk once it is closed."""
+    """Writes to the disk only when it is closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -183,14 +182,14 @@ class WritesAtTheEnd(FileCheckpointStore):
         super().close()
 
 
-def test_what_outlives_only_an_orderly_end_is_told_so(tmp_path: Path) -> None:
+def test_a_store_that_is_durable_only_after_an_orderly_end_fails(tmp_path: Path) -> None:
     (outlives,) = store_checks.DURABLE
     outlives(lambda: FileCheckpointStore(tmp_path / "right"))
-    with pytest.raises(ContractBroken, match="was killed"):
+    with pytest.raises(ContractBroken, match="survive a killed process"):
         outlives(lambda: WritesAtTheEnd(tmp_path / "wrong"))
 
 
-def test_a_store_that_fails_in_the_process_that_is_to_be_killed_is_told_so(tmp_path: Path) -> None:
+def test_a_store_that_raises_in_the_killed_process_fails(tmp_path: Path) -> None:
     (outlives,) = store_checks.DURABLE
     with pytest.raises(ContractBroken, match="it failed in another process"):
         outlives(lambda: FileCheckpointStore(tmp_path / "nowhere", read_only=True))
@@ -199,24 +198,24 @@ def test_a_store_that_fails_in_the_process_that_is_to_be_killed_is_told_so(tmp_p
 # --- histories ----------------------------------------------------------------------------------------------
 
 
-class KnowsShapes(MemorySchemaHistory):
-    """Takes a shape that the table ever had for the one it has."""
+class KnowsSchemas(MemorySchemaHistory):
+    """Takes a schema that the table ever had for the current one."""
 
     def record(self, shape: TableSchema, **given: Any) -> Any:
         known = [version for version in self.versions(shape.table) if version.schema == shape]
         return known[0] if known else super().record(shape, **given)
 
 
-def test_a_history_that_finds_an_old_version_where_the_shape_is_new_again_is_told_so() -> None:
-    def place() -> Callable[[], KnowsShapes]:
-        history = KnowsShapes(retention=Retention(keep_last=schema_history_checks.KEEP_LAST))
+def test_a_history_that_reuses_an_old_version_fails() -> None:
+    def place() -> Callable[[], KnowsSchemas]:
+        history = KnowsSchemas(retention=Retention(keep_last=schema_history_checks.KEEP_LAST))
         return lambda: history
 
-    with pytest.raises(ContractBroken, match="a shape that the table had before"):
+    with pytest.raises(ContractBroken, match="a schema that the table had before"):
         schema_history_checks.check_schema_history(place)
 
 
-def test_a_history_that_outlives_its_process_is_told_so(tmp_path: Path) -> None:
+def test_a_history_that_outlives_its_process_passes(tmp_path: Path) -> None:
     (outlives,) = schema_history_checks.DURABLE
     outlives(lambda: FileSchemaHistory(tmp_path / "right"))
     history = MemorySchemaHistory()
@@ -228,7 +227,7 @@ def test_a_history_that_outlives_its_process_is_told_so(tmp_path: Path) -> None:
 
 
 class Numbered:
-    """A right one: rows by their numbers."""
+    """A correct sink: rows by their numbers."""
 
     def __init__(self, kept: dict[int, Event]) -> None:
         self._kept = kept
@@ -275,13 +274,13 @@ def numbered(sink: type[Numbered]) -> Callable[[], Callable[[], SinkAt]]:
     return place
 
 
-def test_a_sink_that_is_right_is_told_so() -> None:
+def test_a_correct_sink_passes() -> None:
     sink_checks.check_sink(numbered(Numbered), *sink_checks.EXACTLY_ONCE)
 
 
 @pytest.mark.parametrize("wrong", [NoSnapshots, OnlyHigherNumbers, OnlyWithAPosition, NeedsAPosition])
-def test_a_sink_that_lacks_rows_of_one_way_is_told_so(wrong: type[Numbered]) -> None:
-    with pytest.raises(ContractBroken, match="rows are taken whichever way they come") as raised:
+def test_a_sink_that_lacks_rows_of_one_origin_fails(wrong: type[Numbered]) -> None:
+    with pytest.raises(ContractBroken, match="rows are stored whatever their origin") as raised:
         sink_checks.check_sink(numbered(wrong), *sink_checks.EXACTLY_ONCE)
     assert isinstance(raised.value.__cause__, AssertionError) == (wrong is NeedsAPosition)
 
@@ -293,14 +292,14 @@ def lines_in(folder: Path) -> list[int]:
 
 class FlushesAtTheEnd(JsonlSink):
     def flush(self, caught_up: bool) -> None:
-        """Later."""
+        """Do nothing: rows are written on close."""
 
     def close(self) -> None:
         super().flush(True)
         super().close()
 
 
-def test_a_sink_that_has_rows_only_after_an_orderly_end_is_told_so(tmp_path: Path) -> None:
+def test_a_sink_that_is_durable_only_after_an_orderly_end_fails(tmp_path: Path) -> None:
     (outlives,) = sink_checks.DURABLE
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     outlives(lambda: SinkAt(JsonlSink(right), kept=lambda: lines_in(right)))
@@ -309,7 +308,7 @@ def test_a_sink_that_has_rows_only_after_an_orderly_end_is_told_so(tmp_path: Pat
 
 
 class Mirroring:
-    """A right one: the last state of each row."""
+    """A correct mirror: the last state of each row."""
 
     def __init__(self, tables: dict[TableId, Mirror]) -> None:
         self._tables = tables
@@ -347,7 +346,7 @@ class DeletesLast(Mirroring):
         return sorted(events, key=lambda event: isinstance(event.row_write(), Delete))
 
 
-class NullsWhatWasNotSent(Mirroring):
+class NullsUnsentValues(Mirroring):
     def wanted(self, event: Event, mirror: Mirror) -> bool:
         if isinstance(event.row_write(), Merge):
             mirror.apply(Replace(key=event.key, row=event.values))
@@ -363,17 +362,17 @@ def mirroring(sink: type[Mirroring]) -> Callable[[], Callable[[], SinkAt]]:
     return place
 
 
-def test_a_mirror_that_is_right_is_told_so() -> None:
+def test_a_correct_mirror_passes() -> None:
     sink_checks.check_sink(mirroring(Mirroring))
 
 
-@pytest.mark.parametrize("wrong", [InsertsWhatIsNew, WithoutSnapshots, DeletesLast, NullsWhatWasNotSent])
-def test_a_mirror_that_is_wrong_is_told_so(wrong: type[Mirroring]) -> None:
+@pytest.mark.parametrize("wrong", [InsertsWhatIsNew, WithoutSnapshots, DeletesLast, NullsUnsentValues])
+def test_a_wrong_mirror_fails(wrong: type[Mirroring]) -> None:
     with pytest.raises(ContractBroken):
         sink_checks.check_sink(mirroring(wrong))
 
 
 @pytest.mark.parametrize("check", [store_checks.check_checkpoint_store, schema_history_checks.check_schema_history])
-def test_what_is_no_check_is_refused(check: Callable[..., None]) -> None:
+def test_what_is_not_a_check_is_refused(check: Callable[..., None]) -> None:
     with pytest.raises(Exception, match="not a `Check`"):
         check(place_of(Store), 3)

@@ -1,4 +1,4 @@
-"""The memory source keeps what it promises; what every source promises is in the contract suite."""
+"""The memory source's own promises; those of every source are in the contract suite."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(stream: Stream, after: Lsn = ZERO) -> Window:
     return window
 
 
-def test_asking_for_a_snapshot_is_an_error(source: MemoryCapture) -> None:
+def test_a_request_for_a_snapshot_is_an_error(source: MemoryCapture) -> None:
     with pytest.raises(Unsupported, match="snapshot"):
         source.snapshot()
     assert source.capabilities.live
@@ -66,7 +66,7 @@ def test_several_transactions_may_share_a_window() -> None:
     assert [row["_tx"] for found in window.batches for row in found.data.to_pylist()] == [1, 1, 2, 2]
 
 
-def test_what_was_confirmed_is_gone(source: MemoryCapture) -> None:
+def test_confirmed_changes_are_removed(source: MemoryCapture) -> None:
     first, second = source.commit(inserts(1)), source.commit(inserts(2))
     stream = source.live(ZERO)
     stream.confirm(first)
@@ -139,7 +139,7 @@ def test_a_closed_stream_answers_nothing(source: MemoryCapture) -> None:
     assert source.confirmed == ZERO
 
 
-def test_lag_is_what_is_kept(source: MemoryCapture) -> None:
+def test_lag_is_the_size_of_the_kept_log(source: MemoryCapture) -> None:
     first = source.commit(inserts(1))
     end = source.quiet(1000)
     source.live(ZERO).confirm(first)
@@ -147,7 +147,7 @@ def test_lag_is_what_is_kept(source: MemoryCapture) -> None:
     assert (lag.end, lag.confirmed, lag.retained_bytes) == (end, first, 1000)
 
 
-def test_values_named_like_our_columns_are_kept() -> None:
+def test_values_named_like_metadata_columns_are_kept() -> None:
     odd = table_schema({"_op": pa.string(), "_seq": pa.int64()}, key=("_seq",))
     source = MemoryCapture()
     source.commit(batch_of(odd, (Operation.UPDATE, {"_op": "mine", "_seq": 5}), (Operation.TRUNCATE, {})))
@@ -161,7 +161,7 @@ def test_values_named_like_our_columns_are_kept() -> None:
 # --- a transaction in parts --------------------------------------------------------------------------------
 
 
-def test_a_large_transaction_comes_in_parts_of_the_asked_for_size() -> None:
+def test_a_large_transaction_arrives_in_parts_of_the_requested_size() -> None:
     source = MemoryCapture(part_rows_max=4)
     end = source.commit(inserts(*range(5)), batch(named("public", "other", 2), *map(insert, range(5, 11))))
     stream = source.live(ZERO)
@@ -179,7 +179,7 @@ def test_a_large_transaction_comes_in_parts_of_the_asked_for_size() -> None:
     assert [change.POSITION in row for row in rows] == [False] * 8 + [True] * 3
 
 
-def test_a_transaction_of_exactly_a_part_comes_whole() -> None:
+def test_a_transaction_of_exactly_one_part_is_not_split() -> None:
     source = MemoryCapture(part_rows_max=4)
     source.commit(inserts(*range(4)))
     assert not read(source.live(ZERO)).open

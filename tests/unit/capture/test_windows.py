@@ -1,4 +1,4 @@
-"""What a stream gives is held to what streams promise, before anything is made of it."""
+"""Windows of a stream are checked against the port's promises before they are used."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tailrace.transforms.transformed_stream import TransformedStream
 ORDERS = table("public.orders", id=pa.int64(), status=pa.string())
 
 
-class Told:
-    """A source that gives what it is told to, once."""
+class OneWindow:
+    """A source that delivers one window."""
 
     def __init__(self, given: Any) -> None:
         self.given = given
         self.confirmed = ZERO
 
-    def live(self, after: Lsn) -> Told:
+    def live(self, after: Lsn) -> OneWindow:
         return self
 
     def read(self, after: Lsn, wait_seconds: float) -> Any:
@@ -62,7 +62,7 @@ def with_rows(change: Callable[[pa.RecordBatch], pa.RecordBatch]) -> AnyWindow:
 @pytest.mark.parametrize("rules", [None, [Null(columns=("status",))]], ids=["plain", "with rules"])
 @pytest.mark.parametrize(("given", "said"), [
     (3, "`read\\(…\\)` is not a `Window`"), (sound().batches[0], "is not a `Window`"),
-    (replace(sound(), rows=0), "number of rows that it declares .*says=0, has=2"), (replace(sound(), rows=1), "says=1, has=2"),
+    (replace(sound(), rows=0), "number of rows .*says=0, has=2"), (replace(sound(), rows=1), "says=1, has=2"),
     (replace(sound(), start=Lsn(7)), "changes are missing"),
     (replace(sound(), end=CustomPosition("7")), "of another type than its own"),
     (replace(sound(), batches=(3,)), "`batches` is not a `ChangeBatch`"),  # type: ignore[arg-type] # that is the mistake
@@ -72,8 +72,8 @@ def with_rows(change: Callable[[pa.RecordBatch], pa.RecordBatch]) -> AnyWindow:
     (with_rows(lambda data: data.drop_columns(["status"])), "rows lack .*columns=status"),
     (with_rows(lambda data: data.set_column(1, data.schema.field(1), pa.array([5, 9]))), "not numbered consecutively"),
 ])  # fmt: skip
-def test_a_window_that_breaks_a_promise_is_refused_and_nothing_is_passed(given: Any, said: str, rules: Any) -> None:
-    source = Told(given)
+def test_a_window_that_breaks_a_promise_is_refused_and_delivers_nothing(given: Any, said: str, rules: Any) -> None:
+    source = OneWindow(given)
     runtime: CdcRuntime = CdcRuntime(source, MemoryCheckpointStore(), transforms=rules)
     runtime.start()
     for _ in range(2):
@@ -89,14 +89,14 @@ def test_a_window_that_breaks_a_promise_is_refused_and_nothing_is_passed(given: 
 def test_a_part_of_a_transaction_needs_no_position() -> None:
     whole = with_rows(lambda data: data.drop_columns(["_position"]))
     part = replace(whole, end=whole.start, transactions=0, open=True, last_committed_at=None)
-    runtime: CdcRuntime = CdcRuntime(Told(part), MemoryCheckpointStore())
+    runtime: CdcRuntime = CdcRuntime(OneWindow(part), MemoryCheckpointStore())
     runtime.start()
     assert runtime.poll(0.0).rows == 0, "it is gathered"
     runtime.force_stop()
 
 
-def test_an_empty_window_moves_the_place() -> None:
-    source = Told(Window(start=ZERO, end=Lsn(1 << 30)))
+def test_an_empty_window_moves_the_position() -> None:
+    source = OneWindow(Window(start=ZERO, end=Lsn(1 << 30)))
     runtime: CdcRuntime = CdcRuntime(source, MemoryCheckpointStore())
     runtime.start()
     runtime.poll(0.0)
@@ -105,7 +105,7 @@ def test_an_empty_window_moves_the_place() -> None:
 
 
 @pytest.mark.parametrize("given", [None, 3, object()], ids=["none", "a number", "an object"])
-def test_what_is_no_stream_is_refused_wherever_one_is_wrapped_or_opened(given: Any) -> None:
+def test_what_is_not_a_stream_is_refused_wherever_one_is_opened(given: Any) -> None:
     class Source:
         def live(self, after: Lsn) -> Any:
             return given

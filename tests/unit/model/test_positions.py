@@ -1,4 +1,4 @@
-"""Positions read what servers show, refuse what they never would, and order as the server does."""
+"""Positions parse what servers show, refuse what they never show, and order as the server does."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ A, B = "3e11fa47-71ca-11e1-9e33-c80aa9429562", "4e11fa47-71ca-11e1-9e33-c80aa942
         ("custom", "offset 7, shard é", None),
     ],
 )
-def test_a_position_is_read_as_its_server_shows_it(kind: str, text: str, shown: str | None) -> None:
+def test_a_position_is_parsed_as_its_server_shows_it(kind: str, text: str, shown: str | None) -> None:
     found = parse_position(PositionType(kind), text)
     assert str(found) == (shown or text)
     assert parse_position(PositionType(kind), str(found)) == found
@@ -80,7 +80,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in NONSENSE.items() for text in texts])
-def test_nonsense_is_refused_with_what_it_should_look_like(kind: str, text: str) -> None:
+def test_an_invalid_text_is_refused_with_an_example(kind: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_position(PositionType(kind), text)
     assert caught.value.hint
@@ -108,13 +108,13 @@ def test_an_endless_text_is_refused_before_it_is_looked_at() -> None:
     [Lsn.parse, BinlogPosition.parse, MysqlGtidSet.parse, MariadbGtidSet.parse, SqlServerLsn.parse, CustomPosition],
     ids=str,
 )
-def test_what_is_no_text_is_refused_with_what_it_should_look_like(parse: Callable[[Any], object], given: Any) -> None:
+def test_what_is_not_text_is_refused_with_an_example(parse: Callable[[Any], object], given: Any) -> None:
     with pytest.raises(ConfigError, match=f"found={type(given).__name__}") as raised:
         parse(given)
     assert raised.value.hint.startswith("Give a text. It ")
 
 
-def test_a_text_that_is_refused_is_shown_on_one_line() -> None:
+def test_a_refused_text_is_shown_on_one_line() -> None:
     with pytest.raises(ConfigError) as raised:
         CustomPosition("a\nb")
     assert r"'a\nb'" in str(raised.value)
@@ -132,14 +132,14 @@ def test_a_text_that_is_refused_is_shown_on_one_line() -> None:
     ],
     ids=str,
 )
-def test_numbers_that_are_none_are_refused_with_what_to_write(make: tuple[Any, ...]) -> None:
+def test_invalid_numbers_are_refused_with_a_hint(make: tuple[Any, ...]) -> None:
     kind, *given = make
     with pytest.raises(ConfigError) as raised:
         kind(*given)
     assert raised.value.hint
 
 
-def test_values_that_no_server_has_cannot_be_made() -> None:
+def test_values_that_no_server_has_are_refused() -> None:
     for make in (
         lambda: BinlogPosition("mysql-bin.000001", 3),
         lambda: BinlogPosition("a/b.000001", 4),
@@ -206,7 +206,7 @@ def test_positions_of_two_histories_follow_in_neither_way(one: Position, other: 
     assert not reaches(other, one)
 
 
-def test_custom_positions_that_are_no_numbers_have_no_order() -> None:
+def test_custom_positions_that_are_not_numbers_have_no_order() -> None:
     assert reaches(CustomPosition("b"), CustomPosition("a"))
     assert reaches(CustomPosition("a"), CustomPosition("b"))
     assert reaches(CustomPosition("9" * 5000), CustomPosition("8" * 5000)), "and numbers of any length do"

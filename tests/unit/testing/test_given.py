@@ -1,4 +1,4 @@
-"""What tests are made of: nonsense is refused where it is written, with what to write instead."""
+"""Builders of test data refuse invalid arguments at once, with what to write instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tailrace.testing.faults import FaultyStore, delay, fail, faulty_source, slo
 from tailrace.testing.scripted_source import Behind, Break, Quiet, ScriptedSource, Transaction
 
 ODD: Any = 3
-"""What no type checker has looked at."""
+"""A value that no type checker has seen."""
 TEXT: Any = "x"
 ORDERS = table("public.orders", id=pa.int64(), status=pa.string())
 ID = Column(name="id", source_type="bigint", type=pa.int64())
@@ -68,7 +68,7 @@ def shape(*columns: Column, key: tuple[str, ...] = ("id",)) -> TableSchema:
     (lambda: FaultyStore(MemoryCheckpointStore(), ODD), "`faults` is not a `InjectedFault`"),
     (lambda: faulty_source(ODD, fail("read")), "`source` cannot be used as one"),
 ])  # fmt: skip
-def test_nonsense_is_refused_with_what_to_write(make: Callable[[], object], said: str) -> None:
+def test_an_invalid_argument_is_refused_with_a_hint(make: Callable[[], object], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         make()
     assert raised.value.hint

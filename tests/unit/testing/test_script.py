@@ -1,4 +1,4 @@
-"""A script gives the same windows each time, and what it says of lag, breaks and shapes is so."""
+"""A script gives the same windows each time, with the lag, breaks and schemas that it declares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORDERS = table("public.orders", id=pa.int64(), status=pa.string(), note=pa.strin
 MORE = altered(ORDERS, add={"total": pa.int32()}, drop=("note",), rename={"status": "state"})
 
 
-def new(n: int) -> Transaction:
+def insert_transaction(n: int) -> Transaction:
     return Transaction(changes(ORDERS, insert({"id": n})))
 
 
@@ -32,10 +32,10 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_whole_script_runs_through_a_runtime_without_a_clock_or_a_thread() -> None:
     source = ScriptedSource(
-        new(1),
+        insert_transaction(1),
         Break(SourceUnreachable("gone", hint="Wait.")),
         Quiet(100),
-        Behind(2, new(2), new(3)),
+        Behind(2, insert_transaction(2), insert_transaction(3)),
         Transaction(changes(MORE, insert({"id": 4, "state": "new", "total": 7}))),
     )
     sink, history = MemorySink(), MemorySchemaHistory()
@@ -63,8 +63,8 @@ def test_a_table_has_the_same_number_each_time_and_no_other_has_it() -> None:
     assert table("public.a", relation=7, id=pa.int64()).relation == 7
 
 
-def test_a_reader_that_is_behind_sees_the_lag_and_gets_nothing_for_so_long() -> None:
-    source = ScriptedSource(Behind(2, new(1), Quiet(1000)))
+def test_a_lagging_reader_sees_the_lag_and_gets_nothing_for_that_many_reads() -> None:
+    source = ScriptedSource(Behind(2, insert_transaction(1), Quiet(1000)))
     stream = source.live(source.confirmed)
     assert source.lag().retained_bytes == 0
     found = [stream.read(source.confirmed, 0.0) for _ in range(3)]
@@ -74,8 +74,8 @@ def test_a_reader_that_is_behind_sees_the_lag_and_gets_nothing_for_so_long() -> 
     assert lag > 1000
 
 
-def test_a_step_is_played_only_when_the_one_before_was_taken() -> None:
-    source = ScriptedSource(new(1), new(2))
+def test_a_step_is_played_only_when_the_one_before_was_delivered() -> None:
+    source = ScriptedSource(insert_transaction(1), insert_transaction(2))
     stream = source.live(source.confirmed)
     first = stream.read(source.confirmed, 0.0)
     assert first is not None
@@ -106,6 +106,6 @@ def test_changes_are_built_as_a_server_sends_them() -> None:
     lambda: changes(ORDERS), lambda: changes(ORDERS, insert({"nosuch": 1})), lambda: altered(ORDERS, drop=("id",)),
     lambda: altered(ORDERS, rename={"nosuch": "x"}),
 ])  # fmt: skip
-def test_what_no_server_would_send_is_refused(wrong) -> None:  # type: ignore[no-untyped-def] # any of them
+def test_a_change_that_no_server_would_send_is_refused(wrong) -> None:  # type: ignore[no-untyped-def] # any of them
     with pytest.raises(ConfigError):
         wrong()

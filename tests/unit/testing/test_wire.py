@@ -1,4 +1,4 @@
-"""Bytes that a real server sent are decoded to what they were decoded to when they were recorded."""
+"""Bytes of a real server are decoded to the same result as when they were recorded."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_a_golden_is_decoded_to_the_rows_it_was_recorded_with(path: Path) -> Non
     recording.check()
 
 
-def test_the_rows_are_those_that_the_statements_made() -> None:
-    """So that a golden is not only the same, but right."""
+def test_the_rows_are_those_of_the_statements() -> None:
+    """So a golden file is not only unchanged, but right."""
     mirror, sizes = Mirror(), []
     for event in (event for batch in golden("keys").replay().batches for event in batch.events()):
         mirror.apply(event.row_write())
@@ -49,7 +49,7 @@ def test_the_rows_are_those_that_the_statements_made() -> None:
     assert shapes == [["id", "a", "b"], ["id", "a", "b", "c"], ["id", "b", "c"]]
 
 
-def test_a_decoder_that_makes_something_else_of_it_is_told_where() -> None:
+def test_a_decoder_with_another_result_is_reported_with_the_difference() -> None:
     recording = golden("types")
     (batch,) = recording.batches
     place = batch.data.schema.get_field_index("t")
@@ -60,7 +60,7 @@ def test_a_decoder_that_makes_something_else_of_it_is_told_where() -> None:
         replace(recording, error="protocol-violation", batches=()).check()
 
 
-def test_a_fault_of_the_decoder_is_recorded_too_and_comes_again(tmp_path: Path) -> None:
+def test_a_fault_of_the_decoder_is_recorded_and_reproduced(tmp_path: Path) -> None:
     recording = golden("types")
     broken = (*recording.messages[:2], recording.messages[2][:-3], *recording.messages[3:])
     with pytest.raises(ContractBroken, match="ended with protocol-violation, recorded is none"):
@@ -79,20 +79,20 @@ def test_a_recording_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{}", json.dumps({"format": 2})])
-def test_what_is_no_recording_is_said_to_be_none(content: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_recording_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(ConfigError, match="not a recording"):
         load(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize(("name", "said"), [("none.json", "No such file"), ("", "Is a directory")])
-def test_a_recording_that_is_not_there_is_told_with_its_path(name: str, said: str, tmp_path: Path) -> None:
+def test_a_missing_recording_is_reported_with_its_path(name: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"cannot be read: {said}") as raised:
         load(tmp_path / name)
     assert raised.value.hint == "Check the path."
 
 
-def test_publications_are_a_list_and_no_text() -> None:
+def test_publications_must_be_a_list() -> None:
     with pytest.raises(ConfigError, match="not a list") as raised:
         record("postgresql://localhost/shop", slot="mine", publications="mine")
     assert "publications=['mine']" in raised.value.hint

@@ -1,4 +1,4 @@
-"""What a scan waits for in the background: whoever asks hears of anything that ended the wait."""
+"""The barrier that a scan waits for in the background: the caller gets any error that ended the wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tailrace.errors import SourceError, SourceUnreachable
 
 
 class Broken:
-    """A source whose wait ends with this."""
+    """A source whose wait ends with this error."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -22,7 +22,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("error", [SourceUnreachable("gone", hint="Wait."), MemoryError("SECRET")])
-def test_whatever_ends_the_wait_is_told_and_nobody_waits_for_ever(error: Exception) -> None:
+def test_any_end_of_the_wait_is_reported_and_no_caller_waits_for_ever(error: Exception) -> None:
     source: Any = Broken(error)
     barrier = Barrier(source)
     barrier.close()  # which waits for it

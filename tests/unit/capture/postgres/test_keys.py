@@ -1,4 +1,4 @@
-"""A key's value is told as text, and the server reads that as the very value."""
+"""A key's value is written as text, and the server reads the text as exactly this value."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def at(text: str, kind: pa.DataType) -> pa.Scalar:
     (pa.scalar(['a "b" \\ {c},d', "", "NULL"]), ('{"a \\"b\\" \\\\ {c},d","","NULL"}',)),
     (pa.scalar([b"\x00"]), ('{"\\\\x00"}',)),
 ])  # fmt: skip
-def test_a_key_is_told_as_the_server_writes_it(scalar: pa.Scalar, texts: tuple[str, ...]) -> None:
+def test_a_key_is_written_as_the_server_writes_it(scalar: pa.Scalar, texts: tuple[str, ...]) -> None:
     assert key_texts(scalar) == texts

@@ -1,4 +1,4 @@
-"""What applications write into the log themselves: rows of the `message` stream."""
+"""Messages that applications write into the source log: rows of the `message` stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.pgoutput import INT4, Sent, decode, decode_in_parts, describe
 ITEMS = Sent(oid=1, name="items", columns=(("id", INT4, -1),))
 
 
-def said(*windows: Window) -> list[tuple[str, bytes, bool]]:
+def message_rows(*windows: Window) -> list[tuple[str, bytes, bool]]:
     return [
         (row["prefix"], row["content"], row["transactional"])
         for window in windows
@@ -24,11 +24,11 @@ def said(*windows: Window) -> list[tuple[str, bytes, bool]]:
     ]
 
 
-def test_a_message_stands_between_the_rows_of_its_transaction() -> None:
+def test_a_message_is_between_the_rows_of_its_transaction() -> None:
     window = decode(
         transaction(ITEMS.relation(), ITEMS.insert(1), message("app", b"hello"), ITEMS.insert(2), xid=9, end=0x200)
     )
-    assert said(window) == [("app", b"hello", True)]
+    assert message_rows(window) == [("app", b"hello", True)]
     (row,) = window.batches[0].data.to_pylist()
     assert (row["_op"], row["_seq"], row["_tx"], row["_tx_index"]) == ("message", 1, 9, 1)
     assert row["_position"] == "0/200"
@@ -39,7 +39,7 @@ def test_a_message_stands_between_the_rows_of_its_transaction() -> None:
 def test_a_message_outside_of_a_transaction_is_one_of_its_own() -> None:
     at = EPOCH_2000 + 5
     window = decode([message("app", b"\x00\xff", lsn=0x300, outside_at=at)])
-    assert said(window) == [("app", b"\x00\xff", False)]
+    assert message_rows(window) == [("app", b"\x00\xff", False)]
     (row,) = window.batches[0].data.to_pylist()
     assert (row["_position"], row["_tx"], row["_tx_index"]) == ("0/300", 0, 0)
     assert int(window.batches[0].data.column("_committed_at")[0].value) == at
@@ -63,30 +63,30 @@ def test_messages_and_transactions_keep_the_order_of_the_wire() -> None:
     ]
 
 
-def test_a_message_that_was_taken_does_not_come_again() -> None:
+def test_a_delivered_message_is_not_delivered_again() -> None:
     sent = [message("app", b"x", lsn=0x300, outside_at=EPOCH_2000)]
-    assert said(decode(sent, after=Lsn(0x2FF))) == [("app", b"x", False)]
+    assert message_rows(decode(sent, after=Lsn(0x2FF))) == [("app", b"x", False)]
     assert decode(sent, after=Lsn(0x300)).is_empty
 
 
-def test_a_message_of_a_transaction_that_is_over_does_not_come_again() -> None:
+def test_a_message_of_a_transaction_that_is_over_is_not_delivered_again() -> None:
     sent = transaction(message("app", b"x"), end=0x200)
     assert decode(sent, after=Lsn(0x200)).is_empty
 
 
-def test_a_message_nobody_wants_leaves_no_row_and_no_number() -> None:
+def test_an_unwanted_message_leaves_no_row_and_no_number() -> None:
     decoder = Decoder(describe, wanted=lambda prefix: prefix == "mine")
     window = decode(
         transaction(ITEMS.relation(), message("theirs", b"x"), ITEMS.insert(1), message("mine", b"y")), decoder=decoder
     )
-    assert said(window) == [("mine", b"y", True)]
+    assert message_rows(window) == [("mine", b"y", True)]
     assert sorted(n for batch in window.batches for n in batch.data.column("_seq").to_pylist()) == [0, 1]
 
 
-def test_messages_of_a_large_transaction_come_with_its_parts() -> None:
+def test_messages_of_a_large_transaction_arrive_with_its_parts() -> None:
     sent = transaction(ITEMS.relation(), message("a", b"1"), ITEMS.insert(1), message("b", b"22"), message("c", b""))
     whole, parts = decode(sent), decode_in_parts(sent, [3, 4])
-    assert said(whole) == said(*parts) == [("a", b"1", True), ("b", b"22", True), ("c", b"", True)]
+    assert message_rows(whole) == message_rows(*parts) == [("a", b"1", True), ("b", b"22", True), ("c", b"", True)]
     assert parts[0].open
     assert "_position" not in parts[0].batches[0].data.schema.names
 
@@ -98,12 +98,12 @@ GOOD = message("app", b"hello")
     "bad",
     [b"M", GOOD[:9], GOOD[:12], GOOD[:-1], GOOD[:14] + b"\xff" * 4 + GOOD[18:], b"M\0" + GOOD[2:], GOOD[:10] + b"xx"],
 )
-def test_a_message_that_is_cut_short_or_in_the_wrong_place_is_refused(bad: bytes) -> None:
+def test_a_truncated_or_misplaced_message_is_refused(bad: bytes) -> None:
     with pytest.raises(ProtocolViolation):
         decode(transaction(ITEMS.relation(), bad, ITEMS.insert(1)))
 
 
 @pytest.mark.parametrize("bad", [GOOD, message("app", b"", outside_at=EPOCH_2000)[:-1], b"M\0"])
-def test_outside_of_a_transaction_too(bad: bytes) -> None:
+def test_a_malformed_message_outside_of_a_transaction_is_refused(bad: bytes) -> None:
     with pytest.raises(ProtocolViolation):
         decode([bad], after=ZERO)

@@ -1,4 +1,4 @@
-"""A transaction too large to hold comes in parts: the same rows as whole, wherever it is cut."""
+"""A transaction too large to hold arrives in parts, with the same rows as whole, wherever it is cut."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ LARGE = transaction(
     end=0x500,
     at=AT,
 )
-"""Every kind of change, over four tables, one of which changes its shape."""
+"""Every kind of change, over four tables, one of which changes its schema."""
 
 
 def rows(*windows: Window) -> list[dict[str, Any]]:
-    """Every row in order, without what a part cannot know: its place in the log, its transaction's end."""
+    """Return every row in order, without what a part cannot know: its `_seq` and its transaction's end."""
     found = []
     for window in windows:
         of_window = [
@@ -112,14 +112,14 @@ def test_a_transaction_gives_the_same_rows_wherever_it_is_cut(parts: int) -> Non
         assert counts(*windows) == counts(whole), cuts
 
 
-def test_a_transaction_may_come_message_by_message() -> None:
+def test_a_transaction_may_arrive_message_by_message() -> None:
     windows = decode_in_parts(LARGE, range(1, len(LARGE)))
     assert rows(*windows) == rows(decode(LARGE))
     assert [window.open for window in windows] == [True] * (len(windows) - 1) + [False]
     assert [window.continues for window in windows] == [False] + [True] * (len(windows) - 1)
 
 
-def test_a_part_says_what_is_known_of_its_transaction_and_no_more() -> None:
+def test_a_part_has_what_is_known_of_its_transaction_and_no_more() -> None:
     first, last = decode_in_parts(LARGE, [6], after=Lsn(0x20), end=Lsn(0x600))
     assert (first.start, first.end, first.transactions, first.last_committed_at) == (Lsn(0x20), Lsn(0x20), 0, None)
     for batch in first.batches:
@@ -136,7 +136,7 @@ def test_a_part_says_what_is_known_of_its_transaction_and_no_more() -> None:
     assert set(positions) == {"0/500"}
 
 
-def test_whole_transactions_may_follow_the_end_of_one_that_came_in_parts() -> None:
+def test_whole_transactions_may_follow_the_end_of_a_split_one() -> None:
     after = transaction(OTHER.insert(8), OTHER.insert(9), xid=71, end=0x600)
     windows = decode_in_parts([*LARGE, *after], [4, 9], end=Lsn(0x600))
     assert rows(*windows) == rows(decode([*LARGE, *after]))
@@ -198,7 +198,7 @@ def test_a_large_transaction_that_is_over_is_dropped_whole(cuts: list[int]) -> N
     assert nothing.is_empty
 
 
-def test_positions_beyond_63_bits_are_compared_as_what_they_are() -> None:
+def test_positions_of_parts_beyond_63_bits_are_compared_as_unsigned() -> None:
     far = (1 << 63) + 0x100
     messages = transaction(OTHER.relation(), OTHER.insert(1), OTHER.insert(2), end=far)
     assert len(decode_in_parts(messages, [3], after=Lsn(far), end=Lsn(far))) == 1
@@ -217,25 +217,25 @@ def test_a_part_must_not_hold_the_end_of_its_transaction() -> None:
             decode_part(messages, Decoder(describe))
 
 
-def test_a_part_lies_in_a_transaction() -> None:
+def test_a_part_must_be_inside_a_transaction() -> None:
     with pytest.raises(ProtocolViolation):
         decode_part([OTHER.relation()], Decoder(describe))
     with pytest.raises(ProtocolViolation):
         decode_part([OTHER.relation(), OTHER.insert(1)], Decoder(describe))
 
 
-def test_a_window_must_not_end_inside_a_transaction_that_came_in_parts() -> None:
+def test_a_window_must_not_end_inside_a_split_transaction() -> None:
     with pytest.raises(ProtocolViolation):
         decode_in_parts(TINY[:-1], [3])
 
 
-def test_a_transaction_does_not_begin_inside_one_that_came_in_parts() -> None:
+def test_a_transaction_must_not_begin_inside_a_split_one() -> None:
     with pytest.raises(ProtocolViolation):
         decode_in_parts([*TINY[:3], *TINY], [3])
 
 
-def test_a_transaction_that_ends_otherwise_than_it_began_is_refused() -> None:
-    """Its first rows are given out or dropped by what its beginning says of its end."""
+def test_a_transaction_with_another_end_than_its_beginning_says_is_refused() -> None:
+    """Its first rows are delivered or dropped by what its beginning says of its end."""
     kept = [*TINY[:-1], commit(0x40)]
     dropped = [begin(end=0x40), *TINY[1:-1], commit(0x100)]
     for messages in (kept, dropped):
@@ -243,7 +243,7 @@ def test_a_transaction_that_ends_otherwise_than_it_began_is_refused() -> None:
             decode_in_parts(messages, [3], after=Lsn(0x80))
 
 
-def test_a_transaction_that_ends_behind_its_window_is_refused() -> None:
+def test_a_transaction_that_ends_after_its_window_is_refused() -> None:
     with pytest.raises(ProtocolViolation):
         decode_in_parts(TINY, [3], end=Lsn(0x80))
 
@@ -260,6 +260,6 @@ def test_bent_streams_in_parts_give_the_same_as_at_once_and_read_nothing_outside
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def test_a_new_decoder_knows_of_no_transaction() -> None:
+def test_a_new_decoder_is_in_no_transaction() -> None:
     assert not Decoder(describe).inside
     assert decode_in_parts(TINY, [2], after=ZERO)[-1].rows == 2

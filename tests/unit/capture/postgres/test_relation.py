@@ -1,4 +1,4 @@
-"""A relation message says which table, which columns, which key; anything else is refused."""
+"""A relation message contains table, columns and key; anything else is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_full_identity_flags_no_column() -> None:
     assert (replica, flagged) == ("f", ())
 
 
-def test_an_empty_schema_name_is_the_systems_own() -> None:
+def test_an_empty_schema_name_means_pg_catalog() -> None:
     assert parse_relation(Sent(oid=1, schema="", name="t", columns=()).relation())[1] == TableId("pg_catalog", "t")
 
 
