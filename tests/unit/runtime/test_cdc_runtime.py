@@ -1,4 +1,4 @@
-"""The runtime as a library: the same batch until acknowledged, tokens that count once, a position that never lies."""
+"""The runtime as a library: stable batches, tokens that count once, a position that is always true."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.support.windows import named
 
 
 class Store(MemoryCheckpointStore):
-    """Fails when told, and notes what the source had been told at each save."""
+    """A store that fails on demand, and notes the confirmed position at each save."""
 
     def __init__(self, source: MemoryCapture) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def runtime(source: MemoryCapture, store: Store) -> Iterator[CdcRuntime]:
 
 
 def one_each(source: MemoryCapture, store: Store) -> CdcRuntime:
-    """A runtime whose batches hold one transaction."""
+    """Return a runtime whose batches have one transaction."""
     made = CdcRuntime(source, store, limits=Limits(rows=1))
     made.start()
     return made
@@ -97,7 +97,7 @@ def unreachable() -> SourceUnreachable:
 # --- polling and acknowledging -------------------------------------------------------------------------------
 
 
-def test_the_same_batch_comes_until_it_is_acknowledged(source: MemoryCapture, runtime: CdcRuntime) -> None:
+def test_the_same_batch_is_returned_until_it_is_acknowledged(source: MemoryCapture, runtime: CdcRuntime) -> None:
     source.commit(inserts(1))
     first = runtime.poll()
     source.commit(inserts(2))
@@ -113,7 +113,7 @@ def test_an_empty_batch_is_normal_and_needs_no_acknowledgement(runtime: CdcRunti
     assert runtime.rows_committed == 0
 
 
-def test_the_checkpoint_is_durable_before_the_source_is_told(
+def test_the_checkpoint_is_durable_before_the_source_confirms(
     source: MemoryCapture, store: Store, runtime: CdcRuntime
 ) -> None:
     end = source.commit(inserts(1))
@@ -174,7 +174,7 @@ def test_a_made_up_token_is_refused(source: MemoryCapture, runtime: CdcRuntime) 
         runtime.commit(batch)  # type: ignore[arg-type] # the batch instead of its `ack`: an easy slip
 
 
-def test_rows_are_numbered_without_a_gap_and_the_same_when_they_come_again(source: MemoryCapture, store: Store) -> None:
+def test_rows_are_numbered_without_a_gap_and_the_same_when_repeated(source: MemoryCapture, store: Store) -> None:
     first = one_each(source, store)
     for n in range(3):
         source.commit(inserts(n, n + 10))
@@ -187,7 +187,7 @@ def test_rows_are_numbered_without_a_gap_and_the_same_when_they_come_again(sourc
     again.force_stop()
 
 
-def test_two_tables_in_one_transaction_come_in_order(source: MemoryCapture, runtime: CdcRuntime) -> None:
+def test_two_tables_of_one_transaction_are_delivered_in_order(source: MemoryCapture, runtime: CdcRuntime) -> None:
     other = named("public", "others", 20)
     source.commit(inserts(1), inserts(2, 3, schema=other))
     source.commit(inserts(4))
@@ -203,7 +203,7 @@ def test_two_tables_in_one_transaction_come_in_order(source: MemoryCapture, runt
 # --- a part of a batch -----------------------------------------------------------------------------------------
 
 
-def test_a_prefix_can_be_accepted_and_the_rest_comes_next(source: MemoryCapture, store: Store) -> None:
+def test_a_prefix_can_be_acknowledged_and_the_rest_is_next(source: MemoryCapture, store: Store) -> None:
     ends = [source.commit(inserts(n)) for n in range(4)]
     runtime = CdcRuntime(source, store)
     runtime.start()
@@ -220,7 +220,7 @@ def test_a_prefix_can_be_accepted_and_the_rest_comes_next(source: MemoryCapture,
     runtime.stop()
 
 
-def test_accepting_more_rows_than_there_are_is_refused(source: MemoryCapture, runtime: CdcRuntime) -> None:
+def test_acknowledging_more_rows_than_there_are_is_refused(source: MemoryCapture, runtime: CdcRuntime) -> None:
     source.commit(inserts(1))
     batch = runtime.poll()
     for rows in (-1, 2, 0.5, "1", True):  # a quotient, say
@@ -231,7 +231,7 @@ def test_accepting_more_rows_than_there_are_is_refused(source: MemoryCapture, ru
     assert runtime.control.status().unacknowledged == 1
 
 
-def test_after_a_part_of_a_transaction_only_the_rest_comes_but_the_position_waits(
+def test_after_a_part_of_a_transaction_only_the_rest_is_next_but_the_position_waits(
     source: MemoryCapture, store: Store
 ) -> None:
     first = source.commit(inserts(0))
@@ -269,7 +269,7 @@ def test_transactions_are_whole_in_a_batch_even_if_one_is_larger(source: MemoryC
 
 
 @pytest.mark.parametrize("part_rows", [None, 4], ids=["at once", "in parts"])
-def test_a_large_transaction_comes_in_parts_if_it_may(store: Store, part_rows: int | None) -> None:
+def test_a_large_transaction_is_split_if_allowed(store: Store, part_rows: int | None) -> None:
     source = MemoryCapture(part_rows_max=part_rows)
     store._source = source
     before = source.commit(inserts(1))
@@ -288,7 +288,7 @@ def test_a_large_transaction_comes_in_parts_if_it_may(store: Store, part_rows: i
     runtime.stop()
 
 
-def test_a_transaction_that_came_in_parts_is_handed_out_whole(store: Store) -> None:
+def test_a_transaction_read_in_parts_is_handed_out_whole(store: Store) -> None:
     source = MemoryCapture(part_rows_max=3, window_transactions_max=2)
     source.commit(inserts(1))
     end = source.commit(inserts(*range(10, 20)))
@@ -330,7 +330,7 @@ def test_a_batch_is_bounded_by_bytes(source: MemoryCapture, store: Store) -> Non
     runtime.force_stop()
 
 
-def test_a_batch_waits_for_more_as_long_as_it_may(source: MemoryCapture, store: Store) -> None:
+def test_a_batch_waits_for_more_rows_up_to_its_limit(source: MemoryCapture, store: Store) -> None:
     runtime = CdcRuntime(source, store, limits=Limits(rows=2, seconds=240.0))
     runtime.start()
     source.commit(inserts(1))
@@ -341,7 +341,7 @@ def test_a_batch_waits_for_more_as_long_as_it_may(source: MemoryCapture, store: 
     runtime.force_stop()
 
 
-def test_limits_that_hold_nothing_are_refused() -> None:
+def test_limits_of_zero_are_refused() -> None:
     with pytest.raises(ConfigError):
         Limits(rows=0)
 
@@ -349,7 +349,7 @@ def test_limits_that_hold_nothing_are_refused() -> None:
 # --- starting and stopping -------------------------------------------------------------------------------------
 
 
-def test_a_running_one_cannot_be_started_and_an_idle_one_not_polled(source: MemoryCapture, store: Store) -> None:
+def test_a_running_runtime_cannot_be_started_and_an_idle_one_not_polled(source: MemoryCapture, store: Store) -> None:
     runtime = CdcRuntime(source, store)
     for call in (runtime.poll, runtime.stop, runtime.force_stop, lambda: runtime.commit(None)):
         with pytest.raises(RuntimeRefused):
@@ -363,7 +363,7 @@ def test_a_running_one_cannot_be_started_and_an_idle_one_not_polled(source: Memo
     runtime.stop()
 
 
-def test_a_failed_start_leaves_it_startable(source: MemoryCapture, store: Store) -> None:
+def test_a_runtime_can_be_started_after_a_failed_start(source: MemoryCapture, store: Store) -> None:
     heard: list[Fact] = []
     runtime = CdcRuntime(source, store, observers=(heard.append,))
     store.failures = [StateFull("disk full", hint="Free space.")]
@@ -384,7 +384,7 @@ def test_a_checkpoint_of_another_source_is_refused(source: MemoryCapture, store:
 
 
 @pytest.mark.parametrize("metadata", [{}, {"from": "debezium"}, {"rows": 1200, "snapshot": "done"}])
-def test_a_checkpoint_seeded_by_hand_is_where_it_begins(
+def test_a_runtime_begins_at_a_checkpoint_saved_by_hand(
     source: MemoryCapture, store: Store, metadata: dict[str, object]
 ) -> None:
     at = source.commit(inserts(1))
@@ -400,7 +400,7 @@ def test_a_checkpoint_seeded_by_hand_is_where_it_begins(
 
 
 @pytest.mark.parametrize("metadata", [{"runtime": 2, "rows": "x"}, {"runtime": 2}, {"runtime": 3, "rows": 1}])
-def test_what_says_to_be_a_runtimes_and_cannot_be_read_is_an_error(
+def test_unreadable_metadata_of_a_runtime_is_an_error(
     source: MemoryCapture, store: Store, metadata: dict[str, object]
 ) -> None:
     store.save("default", Checkpoint(source_type="memory", position=source.commit(inserts(1)), metadata=metadata))
@@ -411,7 +411,7 @@ def test_what_says_to_be_a_runtimes_and_cannot_be_read_is_an_error(
     assert ("`delete` it" in caught.value.hint) is not newer
 
 
-def test_a_seed_for_a_source_of_ones_own_keeps_its_name(source: MemoryCapture, store: Store) -> None:
+def test_a_checkpoint_saved_by_hand_keeps_the_name_of_its_source(source: MemoryCapture, store: Store) -> None:
     at = source.commit(inserts(1))
     source.commit(inserts(2))
     store.save("default", Checkpoint(source_type="mysource", position=at))
@@ -424,7 +424,7 @@ def test_a_seed_for_a_source_of_ones_own_keeps_its_name(source: MemoryCapture, s
     runtime.stop()
 
 
-def test_the_committed_count_goes_on_where_it_was(source: MemoryCapture, store: Store) -> None:
+def test_the_committed_count_continues_after_a_restart(source: MemoryCapture, store: Store) -> None:
     runtime = CdcRuntime(source, store)
     runtime.start()
     source.commit(inserts(1, 2, 3))
@@ -436,7 +436,7 @@ def test_the_committed_count_goes_on_where_it_was(source: MemoryCapture, store: 
     again.stop()
 
 
-def test_stop_refuses_while_something_is_unacknowledged_and_says_how_much(
+def test_stop_refuses_while_rows_are_unacknowledged_and_says_how_many(
     source: MemoryCapture, runtime: CdcRuntime
 ) -> None:
     source.commit(inserts(1, 2))
@@ -448,7 +448,7 @@ def test_stop_refuses_while_something_is_unacknowledged_and_says_how_much(
     assert runtime.state is State.RUNNING
 
 
-def test_force_stop_gives_back_all_that_was_not_acknowledged(store: Store) -> None:
+def test_force_stop_returns_all_that_was_not_acknowledged(store: Store) -> None:
     source = MemoryCapture(part_rows_max=3, window_transactions_max=3)
     for n in range(3):
         source.commit(inserts(n))
@@ -476,7 +476,7 @@ def test_drain_and_stop_acknowledges_first(source: MemoryCapture, runtime: CdcRu
 # --- injected changes --------------------------------------------------------------------------------------------
 
 
-def test_what_is_injected_comes_first_and_carries_no_position(source: MemoryCapture, runtime: CdcRuntime) -> None:
+def test_injected_rows_are_first_and_have_no_position(source: MemoryCapture, runtime: CdcRuntime) -> None:
     source.commit(inserts(1))
     runtime.enqueue(inserts(50, 51))
     injected = runtime.poll()
@@ -488,7 +488,7 @@ def test_what_is_injected_comes_first_and_carries_no_position(source: MemoryCapt
     runtime.stop()
 
 
-def test_injecting_without_end_is_refused(runtime: CdcRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_injected_batches_are_refused(runtime: CdcRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(injected_changes, "INJECTED_MAX", 2)
     runtime.enqueue(inserts(1))
     runtime.enqueue(inserts(2))
@@ -557,8 +557,8 @@ def poll_often(runtime: CdcRuntime) -> None:
         runtime.poll()
 
 
-def test_a_quiet_source_is_let_go(source: MemoryCapture, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lesson 12, of this part: nothing to deliver, and its log can be reclaimed all the same."""
+def test_a_quiet_source_is_confirmed(source: MemoryCapture, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lesson 12 for the runtime: with nothing to deliver, the source's log can still be discarded."""
     monkeypatch.setattr(loop, "IDLE_SECONDS_MAX", 0.0)
     runtime = CdcRuntime(source, store)
     runtime.start()
@@ -574,7 +574,7 @@ def test_a_quiet_source_is_let_go(source: MemoryCapture, store: Store, monkeypat
 
 
 class Failing(MemorySink):
-    """Fails or rejects as told."""
+    """A sink that fails or rejects on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -593,8 +593,8 @@ class Failing(MemorySink):
         super().flush(caught_up)
 
 
-class Told(MemorySink):
-    """Notes how many rows it has at each flush, and whether more is waiting; fails once where none came since."""
+class FlushRecorder(MemorySink):
+    """A sink that notes its rows and `caught_up` at each flush; it can fail at a flush without new rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -610,8 +610,10 @@ class Told(MemorySink):
 
 
 @pytest.mark.parametrize("tables", [(), (SHOP.table,)])
-def test_a_sink_is_told_when_nothing_more_is_waiting_also_behind_a_snapshot(tables: tuple[TableId, ...]) -> None:
-    source, sink, streams = MemoryCapture(keep_tables=True), Told(), []
+def test_a_sink_is_flushed_as_caught_up_when_nothing_is_waiting_also_after_a_snapshot(
+    tables: tuple[TableId, ...],
+) -> None:
+    source, sink, streams = MemoryCapture(keep_tables=True), FlushRecorder(), []
     for number in range(3):
         source.commit(inserts(number))
 
@@ -629,7 +631,7 @@ def test_a_sink_is_told_when_nothing_more_is_waiting_also_behind_a_snapshot(tabl
     assert len(streams) == 1, "it is not the stream that has failed"
 
 
-def test_the_loop_runs_until_told(source: MemoryCapture, store: Store) -> None:
+def test_the_loop_runs_until_stop_is_set(source: MemoryCapture, store: Store) -> None:
     sink = MemorySink()
     end = [source.commit(inserts(n)) for n in range(20)][-1]
     runtime = CdcRuntime(source, store, limits=Limits(rows=3))
@@ -655,7 +657,7 @@ def test_a_flush_that_fails_for_a_moment_acknowledges_nothing_and_is_tried_again
     assert all(confirmed == ZERO for confirmed in store.confirmed_before)
 
 
-def test_rejected_rows_end_the_loop_unless_somebody_takes_them(source: MemoryCapture, store: Store) -> None:
+def test_rejected_rows_end_the_loop_without_on_rejected(source: MemoryCapture, store: Store) -> None:
     sink = Failing()
     bad = Rejected(table=SHOP.table, seq=0, reason="too wide")
     sink.rejections = [bad]
@@ -672,7 +674,7 @@ def test_rejected_rows_end_the_loop_unless_somebody_takes_them(source: MemoryCap
     assert observers.RowsRejected(rows=1, tables=(SHOP.table,), reason="too wide") in heard
 
 
-def test_the_log_keeps_its_own_place_and_no_other_sink_may_use_it(source: MemoryCapture, tmp_path: Path) -> None:
+def test_the_log_stores_its_own_position_and_accepts_no_other_sink(source: MemoryCapture, tmp_path: Path) -> None:
     log = LogWriter(tmp_path / "log", source.identity)
     runtime = CdcRuntime(source, LogSink(log))
     with pytest.raises(ConfigError):
@@ -683,7 +685,7 @@ def test_the_log_keeps_its_own_place_and_no_other_sink_may_use_it(source: Memory
 # --- control, observers, health ------------------------------------------------------------------------------------
 
 
-def test_observers_hear_every_fact_and_cannot_disturb(source: MemoryCapture, store: Store) -> None:
+def test_observers_get_every_event_and_cannot_disturb(source: MemoryCapture, store: Store) -> None:
     heard: list[Fact] = []
 
     def failing(_: Fact) -> None:
@@ -732,7 +734,7 @@ def test_health_says_what_is_wrong_and_what_to_do(source: MemoryCapture, store: 
     assert runtime.control.status().state == "stopped"
 
 
-def test_a_new_shape_is_in_the_history_before_its_first_row_is_handed_out(source: MemoryCapture, store: Store) -> None:
+def test_a_new_schema_is_in_the_history_before_its_first_row_is_handed_out(source: MemoryCapture, store: Store) -> None:
     history = MemorySchemaHistory()
     runtime = CdcRuntime(source, store, history, limits=Limits(rows=1))
     runtime.start()
@@ -746,7 +748,7 @@ def test_a_new_shape_is_in_the_history_before_its_first_row_is_handed_out(source
     runtime.force_stop()
 
 
-def test_a_history_without_retention_is_told_of(
+def test_a_history_without_retention_is_warned_about(
     source: MemoryCapture, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = CdcRuntime(source, store, MemorySchemaHistory(retention=None))
@@ -759,7 +761,7 @@ def test_a_history_without_retention_is_told_of(
 
 
 def secret(batch: ChangeBatch) -> ChangeBatch:
-    """Each name hidden."""
+    """Replace each name."""
     place = batch.data.schema.get_field_index("name")
     hidden = pa.array(["***"] * len(batch), pa.string())
     return replace(batch, data=batch.data.set_column(place, batch.data.schema.field(place), hidden))
@@ -774,7 +776,7 @@ def names_of(batch: Batch) -> set[object]:
 
 
 def test_stream_and_snapshot_pass_the_same_function_also_the_rest_of_a_batch(store: Store) -> None:
-    """Lesson 8, of this part."""
+    """Lesson 8 for the runtime."""
     source = MemoryCapture(keep_tables=True)
     source.commit(people(1, 2, 3))
     runtime = CdcRuntime(source, store, snapshot_tables=(SHOP.table,), transform=secret)
@@ -818,7 +820,7 @@ def test_lesson_1_a_transform_that_fails_lets_nothing_pass(source: MemoryCapture
     runtime.force_stop()
 
 
-def test_a_function_that_takes_rows_away_is_refused(source: MemoryCapture, store: Store) -> None:
+def test_a_function_that_removes_rows_is_refused(source: MemoryCapture, store: Store) -> None:
     runtime = CdcRuntime(source, store, transform=lambda batch: replace(batch, data=batch.data.slice(1)))
     runtime.start()
     source.commit(people(1, 2))
@@ -828,7 +830,9 @@ def test_a_function_that_takes_rows_away_is_refused(source: MemoryCapture, store
 
 
 @pytest.mark.parametrize("odd", [lambda _: None, lambda batch: batch.data], ids=["nothing", "record batch"])
-def test_a_function_that_gives_no_batch_is_told_what_to_return(source: MemoryCapture, store: Store, odd: Any) -> None:
+def test_a_function_that_returns_no_batch_is_refused_with_what_to_return(
+    source: MemoryCapture, store: Store, odd: Any
+) -> None:
     runtime = CdcRuntime(source, store, transform=odd)
     runtime.start()
     source.commit(people(1, 2))
@@ -858,8 +862,8 @@ def test_a_sink_that_fails_in_the_middle_of_a_transaction_gets_that_part_again_a
     assert runtime.rows_committed == 10
 
 
-class Deaf(MemoryCapture):
-    """Its streams break when something is confirmed, as often as told."""
+class FailingConfirm(MemoryCapture):
+    """A source whose streams break at a confirm, so many times."""
 
     faults: list[TailraceError]
 
@@ -877,8 +881,8 @@ class Deaf(MemoryCapture):
 
 
 @pytest.mark.parametrize("error", [unreachable(), PositionLost("gone", hint="Begin again.")], ids=["retry", "person"])
-def test_a_source_that_breaks_when_it_is_told_loses_and_repeats_nothing(store: Store, error: TailraceError) -> None:
-    source = Deaf(window_transactions_max=10)
+def test_a_source_that_breaks_at_confirm_loses_and_repeats_nothing(store: Store, error: TailraceError) -> None:
+    source = FailingConfirm(window_transactions_max=10)
     source.faults = [error]
     for n in range(3):
         source.commit(inserts(2 * n, 2 * n + 1))
@@ -898,8 +902,8 @@ def test_a_source_that_breaks_when_it_is_told_loses_and_repeats_nothing(store: S
     runtime.stop()
 
 
-def test_a_prefix_that_ends_in_a_transaction_is_counted_though_the_source_cannot_be_told(store: Store) -> None:
-    source = Deaf(window_transactions_max=10)
+def test_a_prefix_that_ends_in_a_transaction_counts_although_the_source_cannot_confirm(store: Store) -> None:
+    source = FailingConfirm(window_transactions_max=10)
     source.faults = [PositionLost("gone", hint="Begin again.")]
     source.commit(inserts(0, 1))
     source.commit(inserts(2, 3, 4))
@@ -915,7 +919,7 @@ def test_a_prefix_that_ends_in_a_transaction_is_counted_though_the_source_cannot
     runtime.stop()
 
 
-def test_a_prefix_whose_checkpoint_cannot_be_saved_is_not_accepted(
+def test_a_prefix_whose_checkpoint_cannot_be_saved_is_not_acknowledged(
     source: MemoryCapture, store: Store, runtime: CdcRuntime
 ) -> None:
     for n in range(3):

@@ -1,4 +1,4 @@
-"""Changes of the caller's own: never lost to a sink that fails, never mistaken for a change of the source."""
+"""Injected changes: never lost to a failing sink, never mistaken for a change of the source."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def source() -> MemoryCapture:
 
 
 class Failing(MemorySink):
-    """Raises what it was given, at write or at flush."""
+    """A sink that raises the given errors, at write or at flush."""
 
     def __init__(self, at: str, *errors: Exception) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Failing(MemorySink):
 
 
 @pytest.mark.parametrize("at", ["write", "flush"])
-def test_a_sink_that_fails_for_a_moment_is_given_them_again_and_the_stream_is_left_alone(
+def test_a_sink_that_fails_briefly_gets_injected_rows_again_and_the_stream_stays_open(
     source: MemoryCapture, at: str
 ) -> None:
     heard: list[Fact] = []
@@ -71,7 +71,7 @@ def test_a_sink_that_fails_for_a_moment_is_given_them_again_and_the_stream_is_le
     assert [type(fact) for fact in heard].count(observers.Lost) == 2
 
 
-def test_a_sink_that_breaks_leaves_them_to_the_next_run(source: MemoryCapture) -> None:
+def test_injected_rows_survive_a_broken_sink_until_the_next_run(source: MemoryCapture) -> None:
     runtime = CdcRuntime(source, MemoryCheckpointStore())
     runtime.start()
     runtime.enqueue(inserts(50))
@@ -82,7 +82,7 @@ def test_a_sink_that_breaks_leaves_them_to_the_next_run(source: MemoryCapture) -
     assert [event.values["id"] for event in sink.events()] == [50]
 
 
-def test_their_numbers_are_no_ones_elses_and_stay_when_they_come_again(source: MemoryCapture) -> None:
+def test_injected_rows_have_unique_numbers_that_stay_when_they_are_repeated(source: MemoryCapture) -> None:
     source.commit(inserts(1, 2))
     runtime = CdcRuntime(source, MemoryCheckpointStore())
     runtime.start()
@@ -101,7 +101,7 @@ def test_their_numbers_are_no_ones_elses_and_stay_when_they_come_again(source: M
     runtime.force_stop()
 
 
-def test_they_pass_the_callers_function(source: MemoryCapture) -> None:
+def test_injected_rows_pass_the_callers_function(source: MemoryCapture) -> None:
     def failing(batch: ChangeBatch) -> ChangeBatch:
         if faults:
             raise faults.pop()
@@ -117,7 +117,7 @@ def test_they_pass_the_callers_function(source: MemoryCapture) -> None:
     runtime.stop()
 
 
-def test_an_event_can_be_injected_as_it_came(source: MemoryCapture) -> None:
+def test_a_received_event_can_be_injected_unchanged(source: MemoryCapture) -> None:
     runtime = CdcRuntime(source, MemoryCheckpointStore())
     runtime.start()
     given = [
@@ -146,7 +146,7 @@ def test_an_event_can_be_injected_as_it_came(source: MemoryCapture) -> None:
 
 
 def test_an_injected_delete_by_key_is_not_dropped_by_a_filter(source: MemoryCapture) -> None:
-    """Whether the row was wanted is not known of a key: what was not sent is not null."""
+    """A key does not say whether the row was wanted: an unsent value is not null."""
     wanted = Transforms(rules=(Filter(where="name == 'x'"),))
     runtime = CdcRuntime(source, MemoryCheckpointStore(), transforms=wanted)
     runtime.start()
@@ -156,7 +156,7 @@ def test_an_injected_delete_by_key_is_not_dropped_by_a_filter(source: MemoryCapt
     runtime.stop()
 
 
-def test_half_of_a_change_of_key_is_refused_and_both_halves_keep_the_large_value(source: MemoryCapture) -> None:
+def test_half_of_a_key_move_is_refused_and_both_halves_keep_the_large_value(source: MemoryCapture) -> None:
     runtime = CdcRuntime(source, MemoryCheckpointStore())
     runtime.start()
     rows = stored(
@@ -201,7 +201,7 @@ def test_an_event_made_by_hand_can_be_injected(source: MemoryCapture) -> None:
     runtime.stop()
 
 
-def test_what_is_injected_carries_no_position_whatever_it_had(source: MemoryCapture) -> None:
+def test_injected_rows_have_no_position_whatever_they_had_before(source: MemoryCapture) -> None:
     runtime = CdcRuntime(source, MemoryCheckpointStore())
     runtime.start()
     source.commit(inserts(1))
@@ -215,7 +215,7 @@ def test_what_is_injected_carries_no_position_whatever_it_had(source: MemoryCapt
     runtime.stop()
 
 
-def test_a_loop_that_ends_says_which_rows_were_not_delivered_and_the_next_start_has_them(
+def test_a_loop_that_ends_reports_undelivered_rows_and_the_next_start_delivers_them(
     source: MemoryCapture, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: list[Fact] = []
@@ -255,7 +255,7 @@ def test_an_event_that_cannot_be_a_row_is_refused_where_it_is_injected(
     assert runtime.force_stop().injected == ()
 
 
-def test_a_batch_of_a_tables_own_columns_alone_is_refused(source: MemoryCapture) -> None:
+def test_a_batch_without_metadata_columns_is_refused(source: MemoryCapture) -> None:
     runtime = CdcRuntime(source, MemoryCheckpointStore())
     runtime.start()
     own = inserts(1).data.select(SHOP.names)

@@ -1,6 +1,6 @@
-"""A call that is left in its middle, as Ctrl-C or a signal's handler leaves it: no row is lost by it, or doubled.
+"""An interrupted call, as by Ctrl-C or a signal's handler, loses and doubles no row.
 
-The handler is played by a tracer that raises at one line of the runtime after the other, until none is left.
+A tracer plays the handler: it raises at one line of the runtime after another, until none is left.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tailrace.testing.changes import changes, delete, insert, table, update
 
 RUNTIME = str(Path(loop.__file__).parent)
 LINES_APART = 31
-"""Between two lines that are tried: neighbours seldom differ, and all of them take minutes."""
+"""Lines between two that are tried. Neighbours seldom differ, and all lines take minutes."""
 ORDERS = table("public.orders", id=pa.int64(), status=pa.string())
 EXPECTED = {1: "paid", 3: "new", 4: "new", 5: "new", 6: "late"}
 
 
 class Interrupting:
-    """Raises before the runtime's so-and-so-many-th line, while it is entered."""
+    """A context that raises before the runtime's n-th line."""
 
     def __init__(self, line: int, error: type[BaseException]) -> None:
         self._line, self._error = line, error
@@ -59,7 +59,7 @@ class Interrupting:
 
 
 class Caller:
-    """Takes every batch in parts, and keeps each row that it was ever given."""
+    """A caller that takes every batch in parts and keeps each row it ever received."""
 
     def __init__(self, runtime: CdcRuntime, around: AbstractContextManager[None]) -> None:
         self._runtime, self.around = runtime, around
@@ -85,7 +85,7 @@ class Caller:
 
     @property
     def rows(self) -> dict[object, object]:
-        """The table, for whoever follows the rows in the order of their numbers."""
+        """The table that the rows make, applied in the order of their numbers."""
         mirror = Mirror()
         for seq in sorted(self.given):
             mirror.apply(self.given[seq].row_write())
@@ -97,7 +97,7 @@ def new(*ids: int) -> list[Any]:
 
 
 def made(way: str) -> tuple[MemoryCapture, CdcRuntime]:
-    """A source, and a runtime that has something of everything before it."""
+    """Return a source and a runtime that has some of everything still to do."""
     source = MemoryCapture(keep_tables=True)
     source.commit(changes(ORDERS, *new(1, 2, 3)))
     source.commit(changes(ORDERS, update({"id": 1, "status": "paid"}), *new(4)))
@@ -116,7 +116,7 @@ def made(way: str) -> tuple[MemoryCapture, CdcRuntime]:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("way", ["stream", "snapshot", "beside"])
-def test_wherever_a_call_is_left_every_row_arrives_under_a_number_of_its_own(
+def test_every_row_arrives_under_its_own_number_wherever_a_call_is_interrupted(
     way: str, error: type[BaseException]
 ) -> None:
     for line in itertools.count(1, LINES_APART):
@@ -137,7 +137,7 @@ def test_wherever_a_call_is_left_every_row_arrives_under_a_number_of_its_own(
             return
 
 
-def test_a_batch_that_was_acknowledged_by_a_call_that_was_left_is_not_the_one_under_way() -> None:
+def test_a_batch_acknowledged_by_an_interrupted_call_is_not_the_current_one() -> None:
     class Store(MemoryCheckpointStore):
         def save(self, key: str, checkpoint: Any) -> None:
             super().save(key, checkpoint)

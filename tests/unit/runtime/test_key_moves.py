@@ -1,4 +1,4 @@
-"""A mirror that follows `row_write` holds what the source holds, wherever batches end and however much is accepted."""
+"""A mirror that follows `row_write` equals the source, wherever batches end or are cut."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_lesson_21_twice_in_one_batch() -> None:
     assert row == {"id": 3, "name": "b", "big": "large", "n": 2}
 
 
-def test_a_move_that_comes_again_keeps_the_value_and_makes_no_half_row() -> None:
-    """Also where the old key is another row's by then."""
+def test_a_repeated_key_move_keeps_the_value_and_makes_no_half_row() -> None:
+    """It holds also if the old key belongs to another row by then."""
     whole = (
         insert(1, name="a", big="large", n=0),
         *move(1, 2, name="a", n=1, unchanged=("big",)),
@@ -95,7 +95,7 @@ def test_a_move_that_comes_again_keeps_the_value_and_makes_no_half_row() -> None
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize("part_rows", [None, 1, 2, 3])
-def test_no_batch_ends_between_the_two_rows_of_a_key_that_changed(rows: int, part_rows: int | None) -> None:
+def test_no_batch_ends_between_the_two_rows_of_a_key_move(rows: int, part_rows: int | None) -> None:
     source = MemoryCapture(part_rows_max=part_rows)
     source.commit(batch(SHOP, insert(1), *move(1, 2, unchanged=("big",)), *move(2, 3, unchanged=("big",)), insert(4)))
     limits = Limits(rows=rows, transactions=Transactions.SPLIT)

@@ -1,6 +1,7 @@
-"""What others paid for, as far as the runtime is concerned; the numbers are those of DESIGN.md's list.
+"""Lessons of other change data capture tools, as far as they concern the runtime.
 
-Those that take a real server stand in tests/integration/test_runtime_lessons.py and test_runtime.py.
+The numbers are those of DESIGN.md. Lessons that need a real server are in tests/integration/test_runtime_lessons.py and
+tests/integration/test_runtime.py.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def source() -> MemoryCapture:
 
 
 def test_lesson_1_an_acknowledgement_never_passes_a_batch_that_failed(source: MemoryCapture) -> None:
-    """Neither the caller's own step in the middle, nor a later token, gets by it."""
+    """Neither a step of the caller in between nor a later token passes it."""
     runtime = CdcRuntime(source, MemoryCheckpointStore(), limits=Limits(rows=1))
     runtime.start()
     source.commit(inserts(1))
@@ -49,7 +50,7 @@ def test_lesson_1_an_acknowledgement_never_passes_a_batch_that_failed(source: Me
     runtime.force_stop()
 
 
-def test_lesson_1_a_loop_whose_sink_fails_for_good_delivers_nothing_behind_it(source: MemoryCapture) -> None:
+def test_lesson_1_a_loop_whose_sink_fails_for_good_delivers_nothing_after_it(source: MemoryCapture) -> None:
     class Broken(MemorySink):
         def write(self, batch: Batch) -> tuple[()]:
             if 2 in keys_of(batch):
@@ -99,7 +100,7 @@ def test_lesson_4_a_window_larger_than_a_batch_is_read_to_its_end() -> None:
     runtime.stop()
 
 
-def test_lesson_5_the_source_is_told_only_after_the_sink_and_the_checkpoint_are_durable(source: MemoryCapture) -> None:
+def test_lesson_5_the_source_confirms_only_after_sink_and_checkpoint_are_durable(source: MemoryCapture) -> None:
     order: list[str] = []
 
     class Sink(MemorySink):
@@ -144,7 +145,7 @@ def test_lesson_9_a_paused_stream_sees_resume_at_once_and_stays_open(source: Mem
     runtime.force_stop()
 
 
-def test_lesson_13_all_observers_are_told_everything_and_the_errors_of_each_are_seen(
+def test_lesson_13_all_observers_get_every_event_and_their_errors_are_logged(
     source: MemoryCapture, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: dict[str, list[Fact]] = {"first": [], "second": [], "third": []}
@@ -171,7 +172,7 @@ def test_lesson_13_all_observers_are_told_everything_and_the_errors_of_each_are_
 
 
 def test_lesson_14_written_means_that_bytes_were_written(source: MemoryCapture, tmp_path: Path) -> None:
-    """What the source was told is delivered stands in the file by then, every byte of it."""
+    """When the source confirms, every byte is in the file."""
     sink = JsonlSink(tmp_path / "out")
     end = source.commit(inserts(1, 2, 3))
 
@@ -199,7 +200,7 @@ def test_lesson_16_a_checkpoint_that_cannot_be_read_is_an_error(source: MemoryCa
 
 
 def mirrored(sink: MemorySink) -> dict[tuple[object, ...], dict[str, object]]:
-    """What a table holds that follows everything the sink was given."""
+    """Return the table that follows everything the sink was given."""
     mirror = Mirror()
     for event in sink.events():
         mirror.apply(event.row_write())
@@ -225,7 +226,7 @@ def test_lesson_2_writes_made_during_the_first_load_all_arrive() -> None:
     runtime.stop()
 
 
-def test_lesson_10_a_value_that_was_not_sent_never_overwrites_one_even_beside_its_insert(source: MemoryCapture) -> None:
+def test_lesson_10_an_unsent_value_never_overwrites_one_even_in_the_batch_of_its_insert(source: MemoryCapture) -> None:
     source.commit(
         batch(
             SHOP,
@@ -240,7 +241,7 @@ def test_lesson_10_a_value_that_was_not_sent_never_overwrites_one_even_beside_it
 
 
 def test_lesson_11_the_same_name_in_two_schemas_stays_apart(source: MemoryCapture) -> None:
-    """Also where the two read alike, with a dot in a name."""
+    """It holds also if both read alike, with a dot in a name."""
     tables = [named("a.b", "c", 1), named("a", "b.c", 2), named("b", "c", 3)]
     source.commit(*(inserts(n, schema=schema) for n, schema in enumerate(tables)))
     sinks, history = [MemorySink() for _ in tables], MemorySchemaHistory()
@@ -250,8 +251,8 @@ def test_lesson_11_the_same_name_in_two_schemas_stays_apart(source: MemoryCaptur
     assert set(history.tables()) == {schema.table for schema in tables}
 
 
-def test_lesson_12_a_quiet_source_can_let_go_of_its_log(source: MemoryCapture) -> None:
-    """Everything that is written is of tables that nobody captures."""
+def test_lesson_12_a_quiet_source_can_discard_its_log(source: MemoryCapture) -> None:
+    """All writes are to tables that are not captured."""
     store = MemoryCheckpointStore()
     runtime = CdcRuntime(source, store)
     runtime.start()
@@ -266,7 +267,7 @@ def test_lesson_12_a_quiet_source_can_let_go_of_its_log(source: MemoryCapture) -
 
 
 @pytest.mark.parametrize("key", ["../elsewhere", "/etc/passwd", "..", "a/b", "a\0b", ""])
-def test_lesson_15_a_key_that_leads_elsewhere_is_refused_on_load_as_on_save(
+def test_lesson_15_a_key_that_leads_out_of_the_folder_is_refused_on_load_and_save(
     key: str, source: MemoryCapture, tmp_path: Path
 ) -> None:
     with FileCheckpointStore(tmp_path / "state") as store:
@@ -277,7 +278,7 @@ def test_lesson_15_a_key_that_leads_elsewhere_is_refused_on_load_as_on_save(
                 act(key)
 
 
-def test_lesson_15_no_name_of_a_table_leads_out_of_a_schema_history(source: MemoryCapture, tmp_path: Path) -> None:
+def test_lesson_15_no_table_name_leads_out_of_a_schema_history(source: MemoryCapture, tmp_path: Path) -> None:
     schema = named("../..", "../../gone", 1)
     source.commit(inserts(1, schema=schema))
     with FileSchemaHistory(tmp_path / "deep" / "shapes") as history:
@@ -298,8 +299,8 @@ def test_lesson_17_a_key_update_leaves_no_old_row_behind(source: MemoryCapture) 
     assert {key: row["name"] for key, row in mirrored(sink).items()} == {(5,): None, (1,): "d"}
 
 
-def test_lesson_22_of_two_that_write_one_place_one_is_refused(source: MemoryCapture, tmp_path: Path) -> None:
-    """The lease refuses the second store; and where two share one, a place never goes back."""
+def test_lesson_22_one_of_two_writers_of_a_folder_is_refused(source: MemoryCapture, tmp_path: Path) -> None:
+    """The lease refuses the second store; in a shared store a position never goes back."""
     source.commit(inserts(1))
     with FileCheckpointStore(tmp_path / "state") as store:
         first, second = CdcRuntime(source, store), CdcRuntime(source, store)

@@ -1,4 +1,7 @@
-"""However transactions, parts, limits, prefixes, losses and crashes fall: each row is acknowledged once, in order."""
+"""Property: every row is acknowledged once, in order.
+
+It holds for any mix of transactions, parts, limits, prefixes, losses and crashes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ STEPS_MAX = 400
 TRANSACTIONS = st.lists(
     st.lists(st.tuples(st.booleans(), st.integers(1, 5)), min_size=1, max_size=3), min_size=1, max_size=8
 )
-"""Of each the tables it writes to, in order, and how many rows to each."""
+"""For each transaction the tables it writes to, in order, and the rows for each."""
 ACTIONS = st.lists(st.sampled_from(["ack", "prefix", "again", "lose", "crash"]), min_size=1, max_size=12)
 
 
@@ -30,7 +33,7 @@ ACTIONS = st.lists(st.sampled_from(["ack", "prefix", "again", "lose", "crash"]),
     transactions=TRANSACTIONS, actions=ACTIONS, data=st.data(), rows=st.integers(1, 9), whole=st.booleans(),
     together=st.integers(1, 3), part_rows=st.none() | st.integers(1, 6),
 )  # fmt: skip
-def test_every_row_is_acknowledged_once_and_the_position_is_an_end_of_a_transaction(
+def test_every_row_is_acknowledged_once_and_the_position_ends_a_transaction(
     transactions: list[list[tuple[bool, int]]],
     actions: list[str],
     data: st.DataObject,

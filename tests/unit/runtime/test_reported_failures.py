@@ -1,4 +1,4 @@
-"""Whatever fails is told, to observers and to whoever asks how it is: also what is none of our errors."""
+"""Every failure is reported to observers and in the health, also if it is not our own error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def told(heard: list[Fact], kind: type[Failed | StartFailed | PollFailed]) -> li
     return [fact.error for fact in heard if isinstance(fact, kind)]
 
 
-def test_a_poll_that_raises_whatever_it_be_is_a_stall_and_is_told(source: MemoryCapture) -> None:
+def test_any_error_of_a_poll_is_a_stall_and_is_reported(source: MemoryCapture) -> None:
     heard: list[Fact] = []
     runtime = CdcRuntime(source, MemoryCheckpointStore(), transform=failing, observers=(heard.append,))
     runtime.start()
@@ -59,7 +59,7 @@ def test_a_poll_that_raises_whatever_it_be_is_a_stall_and_is_told(source: Memory
     runtime.force_stop()
 
 
-def test_a_source_of_ones_own_that_raises_something_else_is_told(source: MemoryCapture) -> None:
+def test_an_unexpected_error_of_a_custom_source_is_reported(source: MemoryCapture) -> None:
     class Mine:
         def live(self, after: Lsn) -> Stream:
             raise OSError("the line is dead")
@@ -75,7 +75,7 @@ def test_a_source_of_ones_own_that_raises_something_else_is_told(source: MemoryC
 
 
 @pytest.mark.parametrize("where", ["write", "flush", "stopping"])
-def test_a_loop_that_ends_by_whatever_error_tells_it(source: MemoryCapture, where: str) -> None:
+def test_any_error_that_ends_a_loop_is_reported(source: MemoryCapture, where: str) -> None:
     def fail() -> bool:
         raise OSError("disk")
 
@@ -96,7 +96,7 @@ def test_a_loop_that_ends_by_whatever_error_tells_it(source: MemoryCapture, wher
     assert [type(fact) for fact in heard[-2:]] == [Stopped, Failed]
 
 
-def test_a_loop_that_a_person_interrupts_has_not_failed(source: MemoryCapture) -> None:
+def test_an_interrupted_loop_has_not_failed(source: MemoryCapture) -> None:
     def interrupted() -> bool:
         raise KeyboardInterrupt
 
@@ -108,7 +108,7 @@ def test_a_loop_that_a_person_interrupts_has_not_failed(source: MemoryCapture) -
 
 
 @pytest.mark.parametrize("call", ["load", "save"])
-def test_a_start_that_fails_by_whatever_error_tells_it(source: MemoryCapture, call: str) -> None:
+def test_any_error_of_a_start_is_reported(source: MemoryCapture, call: str) -> None:
     class Store(MemoryCheckpointStore):
         broken = True
 
@@ -134,7 +134,7 @@ def test_a_start_that_fails_by_whatever_error_tells_it(source: MemoryCapture, ca
     runtime.stop()
 
 
-def test_an_error_of_ours_is_told_as_it_is(source: MemoryCapture) -> None:
+def test_our_own_error_is_reported_unchanged(source: MemoryCapture) -> None:
     full = StateFull("disk full", hint="Free space.")
 
     def fails(rows: ChangeBatch) -> ChangeBatch:
@@ -151,7 +151,7 @@ def test_an_error_of_ours_is_told_as_it_is(source: MemoryCapture) -> None:
 
 
 class Clinging(MemoryCapture):
-    """Whose streams cannot be closed."""
+    """A source whose streams cannot be closed."""
 
     def live(self, after: Lsn) -> Stream:
         stream = super().live(after)
@@ -163,7 +163,7 @@ class Clinging(MemoryCapture):
         return stream
 
 
-def test_what_was_not_acknowledged_is_returned_though_the_stream_cannot_be_closed() -> None:
+def test_unacknowledged_rows_are_returned_although_the_stream_cannot_be_closed() -> None:
     source, heard = Clinging(), list[Fact]()
     source.commit(inserts(1))
     runtime = CdcRuntime(source, MemoryCheckpointStore(), observers=(heard.append,))
@@ -178,7 +178,7 @@ def test_what_was_not_acknowledged_is_returned_though_the_stream_cannot_be_close
     assert [error.code for error in told(heard, Failed)] == ["runtime-failed"]
 
 
-def test_what_ended_a_run_is_not_hidden_by_a_stream_that_cannot_be_closed() -> None:
+def test_the_error_that_ended_a_run_is_not_hidden_by_a_failing_close() -> None:
     class Broken(MemorySink):
         def write(self, batch: Batch) -> tuple[()]:
             raise ValueError(SECRET)

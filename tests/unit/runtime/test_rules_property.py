@@ -1,4 +1,7 @@
-"""However rules, transactions, parts, limits, prefixes, losses and crashes fall: what is left comes once, in order."""
+"""Property: rows that pass the rules are acknowledged once, in order.
+
+It holds for any mix of rules, transactions, parts, limits, prefixes, losses and crashes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ ACTIONS = st.lists(st.sampled_from(["ack", "prefix", "again", "lose", "crash"]),
     transactions=TRANSACTIONS, actions=ACTIONS, data=st.data(), rows=st.integers(1, 9), whole=st.booleans(),
     together=st.integers(1, 3), part_rows=st.none() | st.integers(1, 6),
 )  # fmt: skip
-def test_what_rules_leave_is_acknowledged_once_and_what_they_set_aside_is_never_lost(
+def test_rows_that_pass_rules_are_acknowledged_once_and_rejected_rows_are_never_lost(
     transactions: list[list[str]],
     actions: list[str],
     data: st.DataObject,

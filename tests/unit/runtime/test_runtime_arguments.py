@@ -1,4 +1,4 @@
-"""What makes no sense is refused where it is given, with what to write: never passed over, never found later."""
+"""Invalid arguments are refused where they are passed, with a hint, never ignored and never later."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def refused(make: Callable[[], object], words: str, hint: str) -> None:
         ({"seconds": "1"}, "`seconds` is not a number (found=str)", "0 or more"),
     ],
 )
-def test_limits_that_make_no_sense(given: dict[str, Any], words: str, hint: str) -> None:
+def test_invalid_limits_are_refused(given: dict[str, Any], words: str, hint: str) -> None:
     refused(lambda: Limits(**given), words, hint)
 
 
-def test_limits_that_do() -> None:
+def test_valid_limits_are_accepted() -> None:
     assert Limits(rows=1, bytes=1, seconds=0, transactions=Transactions.SPLIT, transaction_bytes=1).seconds == 0
 
 
 @pytest.mark.parametrize("source", [None, object(), MemoryCapture, "postgresql://localhost/shop"])
-def test_a_source_that_is_none(source: Any) -> None:
+def test_an_object_that_is_not_a_source_is_refused(source: Any) -> None:
     refused(lambda: CdcRuntime(source, MemoryCheckpointStore()), "`source` cannot be used as one", "PostgresCapture")
 
 
@@ -63,19 +63,19 @@ def test_a_source_that_is_none(source: Any) -> None:
     *((name, value) for name in ("retry_seconds_max", "stalled_seconds") for value in (-1, NAN, "5", None)),
     *(("idle_seconds_max", value) for value in (-1, NAN, "5")),
 ])  # fmt: skip
-def test_times_that_make_no_sense(name: str, value: Any) -> None:
+def test_invalid_times_are_refused(name: str, value: Any) -> None:
     given = {name: value}
     refused(lambda: CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), **given), f"`{name}`", "Give seconds")
 
 
-def test_waiting_for_ever_makes_sense() -> None:
+def test_an_endless_wait_is_accepted() -> None:
     runtime = CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), retry_seconds_max=ENDLESS, stalled_seconds=ENDLESS)
     runtime.start()
     assert runtime.poll(0.0).kind is BatchKind.EMPTY
     runtime.stop()
 
 
-def test_a_table_that_is_named_twice() -> None:
+def test_a_table_named_twice_is_refused() -> None:
     source = MemoryCapture(keep_tables=True)
     source.commit(inserts(1))
     twice = (SHOP.table, SHOP.table)
@@ -86,7 +86,7 @@ def test_a_table_that_is_named_twice() -> None:
     refused(lambda: runtime.control.snapshot(*twice), "named twice", "once")
 
 
-def test_sinks_that_lead_nowhere() -> None:
+def test_sinks_without_a_target_are_refused() -> None:
     refused(FanOut, "fan-out has no sink", "FanOut(")
     refused(lambda: FanOut(MemorySink(), print), "`sink` cannot be used as one", "JsonlSink")  # type: ignore[arg-type]
     refused(lambda: FanOut(MemorySink), "`sink` cannot be used as one", "JsonlSink")  # type: ignore[arg-type]
@@ -100,13 +100,13 @@ def test_sinks_that_lead_nowhere() -> None:
     "given",
     [{"bytes_max": -5}, {"bytes_max": 0}, {"bytes_max": 1.5}, {"fsync_bytes": 0}, {"fsync_seconds": NAN}, {"fsync": 1}],
 )
-def test_a_file_sink_that_makes_no_sense_makes_no_folder(given: dict[str, Any], tmp_path: Path) -> None:
+def test_an_invalid_file_sink_creates_no_folder(given: dict[str, Any], tmp_path: Path) -> None:
     refused(lambda: JsonlSink(tmp_path / "out", **given), next(iter(given)), "")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("store", [None, "state", Path("state"), MemoryCheckpointStore, {}])
-def test_a_store_that_is_none(store: Any) -> None:
+def test_an_object_that_is_not_a_store_is_refused(store: Any) -> None:
     refused(lambda: CdcRuntime(MemoryCapture(), store), "`checkpoint` cannot be used as one", "FileCheckpointStore(")
 
 
@@ -126,7 +126,7 @@ def test_a_store_that_is_none(store: Any) -> None:
         ({"key": None}, "key is not a string (found=NoneType)", "shop-orders"),
     ],
 )
-def test_parts_that_are_none(given: dict[str, Any], words: str, hint: str) -> None:
+def test_arguments_of_the_wrong_type_are_refused(given: dict[str, Any], words: str, hint: str) -> None:
     refused(lambda: CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), **given), words, hint)
 
 
@@ -140,7 +140,7 @@ def runtime() -> Iterator[CdcRuntime]:
     made.force_stop()
 
 
-def test_what_cannot_be_injected(runtime: CdcRuntime) -> None:
+def test_values_that_cannot_be_injected_are_refused(runtime: CdcRuntime) -> None:
     given: list[Any] = ["x", {"id": 1}, None, runtime.poll()]
     for one in given:
         refused(lambda o=one: runtime.enqueue(o), "neither a change batch nor an event", "batch.batches")  # type: ignore[misc] # bound
@@ -148,18 +148,18 @@ def test_what_cannot_be_injected(runtime: CdcRuntime) -> None:
 
 
 @pytest.mark.parametrize("rows", [1.5, "2", True, -1, 3])
-def test_rows_that_cannot_be_accepted(runtime: CdcRuntime, rows: Any) -> None:
+def test_numbers_of_rows_that_cannot_be_acknowledged_are_refused(runtime: CdcRuntime, rows: Any) -> None:
     batch = runtime.poll()
     refused(lambda: runtime.commit(batch.ack, rows=rows), "rows", "")
     assert runtime.poll() is batch
 
 
 @pytest.mark.parametrize("wait", ["x", -1, NAN, ENDLESS])
-def test_a_wait_that_makes_no_sense(runtime: CdcRuntime, wait: Any) -> None:
+def test_an_invalid_wait_is_refused(runtime: CdcRuntime, wait: Any) -> None:
     refused(lambda: runtime.poll(wait), "`wait_seconds`", "Give seconds")
 
 
-def test_a_loop_that_makes_no_sense_does_not_begin() -> None:
+def test_a_run_with_invalid_arguments_does_not_begin() -> None:
     runtime = CdcRuntime(MemoryCapture(), MemoryCheckpointStore())
     wrong: Any = print
     refused(lambda: runtime.run(wrong, lambda: True), "`sink` cannot be used as one", "JsonlSink")

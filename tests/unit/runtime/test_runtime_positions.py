@@ -1,4 +1,4 @@
-"""A runtime counts as its source does: in whichever positions, through snapshot, stream, parts, restarts and losses."""
+"""The runtime works with every position type, through snapshots, parts, restarts and losses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def started(memory: MemoryCapture, kind: Kind[Any], store: Any, **given: Any) ->
 
 
 def take(runtime: CdcRuntime[Any], rows: int | None = None, polls: int = 12) -> list[Batch]:
-    """Batches that come, acknowledged, or so many rows of each."""
+    """Return the batches, each acknowledged, or so many rows of each."""
     found = []
     for _ in range(polls):
         batch = runtime.poll(0.0)
@@ -63,7 +63,7 @@ def keys(batches: list[Batch], kind: BatchKind) -> list[object]:
     return [key for batch in batches if batch.kind is kind for key in keys_of(batch)]
 
 
-def test_it_reads_tables_streams_and_goes_on_after_a_restart(
+def test_a_runtime_reads_tables_streams_and_continues_after_a_restart(
     memory: MemoryCapture, kind: Kind[Any], tmp_path: Path
 ) -> None:
     history = MemorySchemaHistory()
@@ -113,7 +113,7 @@ def test_a_part_of_a_batch_moves_the_position_to_the_last_whole_transaction(kind
     runtime.force_stop()
 
 
-def test_rows_that_rules_leave_nothing_of_are_passed(kind: Kind[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_rules_drop_are_passed(kind: Kind[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "IDLE_SECONDS_MAX", 0.0)
     memory, store = MemoryCapture(), MemoryCheckpointStore()
     rules = Transforms(rules=(Filter(where="id > 1"),))
@@ -125,7 +125,7 @@ def test_rows_that_rules_leave_nothing_of_are_passed(kind: Kind[Any], monkeypatc
     runtime.stop()
 
 
-def test_a_source_that_repeats_itself_and_breaks_brings_each_row_once(kind: Kind[Any]) -> None:
+def test_a_source_that_repeats_windows_and_breaks_delivers_each_row_once(kind: Kind[Any]) -> None:
     memory, store = MemoryCapture(), MemoryCheckpointStore()
     faults: tuple[InjectedFault, ...] = (duplicate("read", at=1), duplicate("read", at=3))
     runtime = CdcRuntime(faulty_source(Counted(memory, kind), *faults), store)
@@ -143,7 +143,9 @@ def test_a_source_that_repeats_itself_and_breaks_brings_each_row_once(kind: Kind
     runtime.stop()
 
 
-def test_a_quiet_source_moves_on_and_a_target_is_reached(kind: Kind[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quiet_source_moves_the_position_and_reaches_the_target(
+    kind: Kind[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop, "IDLE_BYTES_MAX", 1 << 60)
     memory, store = MemoryCapture(), MemoryCheckpointStore()
     memory.commit(inserts(1))
@@ -170,7 +172,7 @@ def test_a_checkpoint_of_another_kind_is_refused(saved: str, given: str) -> None
 
 
 class Mixed:
-    """Counts as PostgreSQL does, it seems, and gives windows that do not."""
+    """A source that declares PostgreSQL positions and returns windows with others."""
 
     def live(self, after: Lsn) -> Mixed:
         return self
@@ -179,13 +181,13 @@ class Mixed:
         return Window(start=CustomPosition("0"), end=CustomPosition("1"))
 
     def confirm(self, position: Lsn) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
-def test_a_source_that_gives_positions_of_another_kind_than_it_says_is_refused() -> None:
+def test_a_source_with_positions_of_another_kind_than_declared_is_refused() -> None:
     memory = MemoryCapture()
     memory.commit(inserts(1))
     source, store = Counted(memory, KINDS["custom"]), MemoryCheckpointStore()
@@ -201,8 +203,8 @@ def test_a_source_that_gives_positions_of_another_kind_than_it_says_is_refused()
     runtime.force_stop()
 
 
-def test_a_set_of_transactions_that_lacks_some_of_those_acknowledged_is_not_saved() -> None:
-    """Sets have a partial order only: whoever gives one that does not hold the one before is refused."""
+def test_a_transaction_set_that_lacks_acknowledged_ones_is_not_saved() -> None:
+    """Sets have only a partial order: one that does not contain the one before is refused."""
     memory, store = MemoryCapture(), MemoryCheckpointStore()
     sets = {ZERO: "0-1-1", memory.commit(inserts(1)): "0-1-5", memory.commit(inserts(2)): "7-1-1"}
     texts = {text: lsn for lsn, text in sets.items()}

@@ -1,5 +1,8 @@
-"""However snapshots, writes, prefixes, losses and crashes fall: no number is handed out with two different rows, so a
-sink that inserts what is not there by its number ends equal to the source."""
+"""No number is ever handed out with two different rows.
+
+So a sink that inserts missing numbers ends equal to the source. It holds for any mix of snapshots, writes, prefixes,
+losses and crashes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ SPLIT = Limits(rows=2, transactions=Transactions.SPLIT)
 
 
 class InsertIfAbsent:
-    """What a table with `_seq` as its key holds after `INSERT … ON CONFLICT DO NOTHING`."""
+    """The content of a table with `_seq` as its key after `INSERT … ON CONFLICT DO NOTHING`."""
 
     def __init__(self) -> None:
         self.kept: dict[int, Event] = {}
@@ -45,7 +48,7 @@ class InsertIfAbsent:
             assert (kept.operation, kept.values) == (event.operation, event.values), "another row under its number"
 
     def rows(self) -> dict[tuple[object, ...], dict[str, object]]:
-        """The table that they make, in the order of their numbers."""
+        """The table that the rows make, applied in the order of their numbers."""
         mirror = Mirror()
         for seq in sorted(self.kept):
             mirror.apply(self.kept[seq].row_write())
@@ -53,7 +56,7 @@ class InsertIfAbsent:
 
 
 def write(source: MemoryCapture, action: str, key: int, turn: int) -> None:
-    """A transaction of several rows: it comes in parts."""
+    """Commit a transaction of several rows, which the source sends in parts."""
     if action == "delete":
         source.commit(batch_of(SHOP, (Operation.DELETE, {"id": key})))
         return
@@ -64,7 +67,7 @@ def write(source: MemoryCapture, action: str, key: int, turn: int) -> None:
 
 @settings(max_examples=120)
 @given(actions=ACTIONS, data=st.data(), bulk=st.booleans(), whole=st.booleans(), rows=st.integers(1, 6))
-def test_a_sink_that_inserts_what_is_absent_ends_equal_to_the_source(
+def test_a_sink_that_inserts_missing_numbers_ends_equal_to_the_source(
     actions: list[str], data: st.DataObject, bulk: bool, whole: bool, rows: int
 ) -> None:
     intake.RETRY_SECONDS_FIRST, was = 0.0, intake.RETRY_SECONDS_FIRST
@@ -121,7 +124,7 @@ def seqs(batch: Batch) -> list[int]:
     return [event.seq for event in batch.events()]
 
 
-def test_a_snapshot_that_goes_on_passes_over_the_numbers_that_may_have_been_handed_out(
+def test_a_resumed_snapshot_skips_numbers_that_may_have_been_handed_out(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     first = CdcRuntime(source, store, snapshot_tables=(SHOP.table,), limits=Limits(rows=2))
@@ -137,7 +140,7 @@ def test_a_snapshot_that_goes_on_passes_over_the_numbers_that_may_have_been_hand
     again.force_stop()
 
 
-def test_a_snapshot_that_is_asked_for_after_a_crash_takes_no_number_that_the_stream_had(
+def test_a_snapshot_requested_after_a_crash_uses_no_number_of_the_stream(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     first = CdcRuntime(source, store)
@@ -151,7 +154,7 @@ def test_a_snapshot_that_is_asked_for_after_a_crash_takes_no_number_that_the_str
     again.force_stop()
 
 
-def test_no_chunk_takes_the_numbers_of_a_transaction_that_begins_again(store: MemoryCheckpointStore) -> None:
+def test_no_chunk_uses_the_numbers_of_a_repeated_transaction(store: MemoryCheckpointStore) -> None:
     source = MemoryCapture(keep_tables=True, chunk_rows=4, part_rows_max=2)
     runtime = CdcRuntime(source, store, limits=SPLIT)
     runtime.start()
@@ -173,7 +176,7 @@ def test_no_chunk_takes_the_numbers_of_a_transaction_that_begins_again(store: Me
     runtime.force_stop()
 
 
-def test_numbers_go_on_without_a_gap_where_no_snapshot_is_under_way(
+def test_numbers_continue_without_a_gap_when_no_snapshot_is_under_way(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     for expected in (list(range(ROWS)), [ROWS]):
@@ -186,8 +189,8 @@ def test_numbers_go_on_without_a_gap_where_no_snapshot_is_under_way(
         source.commit(inserts(500))
 
 
-def test_a_checkpoint_of_the_first_format_is_read_and_goes_on(source: MemoryCapture, tmp_path: Path) -> None:
-    """It was written in the middle of a snapshot, before numbers were passed over."""
+def test_a_checkpoint_of_format_1_is_read_and_continued(source: MemoryCapture, tmp_path: Path) -> None:
+    """The fixture is from the middle of a snapshot, when no numbers were skipped yet."""
     shutil.copy(FIXTURE, tmp_path)
     store = FileCheckpointStore(tmp_path)
     old = store.load("default")

@@ -1,4 +1,4 @@
-"""What cannot go well is refused at the start, before a row is read or anything is on record."""
+"""A start that cannot succeed is refused before a row is read or anything is saved."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def store() -> MemoryCheckpointStore:
 @pytest.mark.parametrize(
     "rule", [Encrypt(columns=("name",), key="main"), Hmac(columns=("name",), key="main"), Decrypt(columns=("name",))]
 )
-def test_a_key_that_a_rule_needs_is_there_or_it_does_not_start(
+def test_a_runtime_without_a_key_that_a_rule_needs_does_not_start(
     source: MemoryCapture,
     store: MemoryCheckpointStore,
     rule: Encrypt | Hmac | Decrypt,
@@ -75,7 +75,7 @@ def test_a_key_that_no_rule_needs_may_be_missing(
 
 
 @pytest.mark.parametrize("how", ["snapshot_tables", "incremental_snapshot"])
-def test_a_table_that_is_missing_is_told_before_another_is_read(
+def test_a_missing_table_is_reported_before_another_is_read(
     source: MemoryCapture, store: MemoryCheckpointStore, how: str
 ) -> None:
     runtime = CdcRuntime(source, store, **{how: (SHOP.table, OTHER.table)})  # type: ignore[arg-type] # either
@@ -85,7 +85,7 @@ def test_a_table_that_is_missing_is_told_before_another_is_read(
     assert store.list() == ()
 
 
-def test_a_folder_that_files_cannot_be_in_is_told_and_nobody_is_said_to_try_again(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_an_error_without_retry(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     for folder in (tmp_path / "file", tmp_path / "file" / "out"):
         with pytest.raises(SinkError, match="folder cannot be used") as refused:
@@ -95,7 +95,7 @@ def test_a_folder_that_files_cannot_be_in_is_told_and_nobody_is_said_to_try_agai
 
 
 @pytest.mark.parametrize("given", [3, "0/7", {"position": "0/7"}], ids=str)
-def test_a_store_that_gives_back_what_is_no_checkpoint_is_told_and_not_taken_for_empty(given: Any) -> None:
+def test_a_store_that_returns_no_checkpoint_is_an_error_and_never_counts_as_empty(given: Any) -> None:
     class Odd(MemoryCheckpointStore):
         def load(self, key: str) -> Any:
             return given

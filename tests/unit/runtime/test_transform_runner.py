@@ -1,4 +1,4 @@
-"""Declared rules in the runtime: the same for snapshot, stream and injected rows; nothing passes what they halt at."""
+"""Rules in the runtime: equal for snapshot, stream and injected rows; a halt blocks what follows."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def started(source: MemoryCapture, store: MemoryCheckpointStore, *rules: Rule, *
 
 
 def take(runtime: CdcRuntime, polls: int = 40) -> list[Batch]:
-    """All batches that come, acknowledged."""
+    """Return all batches, each acknowledged."""
     found = []
     for _ in range(polls):
         batch = runtime.poll(0.0)
@@ -89,7 +89,7 @@ def take(runtime: CdcRuntime, polls: int = 40) -> list[Batch]:
 
 
 def follow(runtime: CdcRuntime, seen: list[Batch]) -> None:
-    """Acknowledge everything, for as long as something comes."""
+    """Acknowledge everything until no more rows are delivered."""
     while True:
         seen.append(runtime.poll())
         runtime.commit(seen[-1].ack)
@@ -125,7 +125,7 @@ def test_lesson_8_snapshot_stream_and_injected_rows_pass_the_same_rules(
     runtime.stop()
 
 
-def test_lesson_7_nothing_that_is_encrypted_comes_out_in_plain(
+def test_lesson_7_no_encrypted_value_is_delivered_in_plaintext(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     source.commit(some(1, 2))
@@ -172,9 +172,7 @@ def test_an_outbox_and_plain_rows(source: MemoryCapture, store: MemoryCheckpoint
     plain.stop()
 
 
-def test_the_history_has_the_shape_that_is_delivered_and_the_source_is_told_its_own(
-    store: MemoryCheckpointStore,
-) -> None:
+def test_the_history_has_the_delivered_schema_and_the_source_remembers_its_own(store: MemoryCheckpointStore) -> None:
     class Told(MemoryCapture):
         shapes: Sequence[TableSchema] = ()
 
@@ -198,7 +196,7 @@ def test_the_history_has_the_shape_that_is_delivered_and_the_source_is_told_its_
 # --- acknowledging what rules have left ---------------------------------------------------------------------------
 
 
-def test_a_snapshot_whose_key_is_hashed_goes_on_behind_what_was_acknowledged(
+def test_a_snapshot_with_a_hashed_key_continues_after_the_acknowledged_rows(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     source.commit(some(*range(25)))
@@ -218,10 +216,10 @@ def test_a_snapshot_whose_key_is_hashed_goes_on_behind_what_was_acknowledged(
     lands=st.lists(st.sampled_from(["DE", "FR", "XX"]), min_size=1, max_size=40), rows=st.integers(1, 9),
     prefixes=st.lists(st.integers(1, 9), min_size=1, max_size=6), crash=st.integers(1, 5), bulk=st.booleans(),
 )  # fmt: skip
-def test_whatever_rules_leave_of_a_snapshot_each_row_is_acknowledged_once(
+def test_each_row_of_a_snapshot_is_acknowledged_once_whatever_rules_drop(
     lands: list[str], rows: int, prefixes: list[int], crash: int, bulk: bool
 ) -> None:
-    """Some are filtered away, some go elsewhere; batches are accepted in part, and the program dies now and then."""
+    """Rules filter and route, batches are acknowledged in parts, and the program is killed now and then."""
     source, store = MemoryCapture(keep_tables=True, chunk_rows=7), MemoryCheckpointStore()
     source.commit(people(*[(key, "x", land) for key, land in enumerate(lands)]))
     rules = (Filter(where="country != 'XX'"), Route(to="abroad.people", when="country == 'FR'"))
@@ -247,7 +245,7 @@ def test_whatever_rules_leave_of_a_snapshot_each_row_is_acknowledged_once(
 
 
 @pytest.mark.parametrize("how", ["snapshot_tables", "incremental_snapshot"])
-def test_a_snapshot_of_which_nothing_is_left_is_on_record_now_and_then(
+def test_the_progress_of_a_snapshot_without_rows_left_is_saved_now_and_then(
     source: MemoryCapture, store: MemoryCheckpointStore, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(snapshots, "PROGRESS_SAVE_SECONDS", 0.0)
@@ -266,7 +264,7 @@ def test_a_snapshot_of_which_nothing_is_left_is_on_record_now_and_then(
     again.force_stop()
 
 
-def test_a_rule_that_does_not_fit_the_table_is_no_reason_to_give_up_its_snapshot(
+def test_a_rule_that_does_not_fit_the_table_does_not_end_its_snapshot(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     source.commit(some(1))
@@ -279,7 +277,7 @@ def test_a_rule_that_does_not_fit_the_table_is_no_reason_to_give_up_its_snapshot
     runtime.force_stop()
 
 
-def test_rows_are_numbered_without_a_gap_behind_a_filter_and_a_prefix_counts_what_is_left(
+def test_rows_after_a_filter_are_numbered_without_a_gap_and_a_prefix_counts_them(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     runtime = started(source, store, GERMANS)
@@ -295,7 +293,7 @@ def test_rows_are_numbered_without_a_gap_behind_a_filter_and_a_prefix_counts_wha
     runtime.stop()
 
 
-def test_a_rule_that_halts_every_poll_is_a_stall_until_something_is_delivered(
+def test_a_rule_that_halts_every_poll_is_a_stall_until_rows_are_delivered(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     runtime = started(source, store, NUMBERS)
@@ -315,7 +313,7 @@ def test_a_rule_that_halts_every_poll_is_a_stall_until_something_is_delivered(
 # --- halting ------------------------------------------------------------------------------------------------------
 
 
-def test_lesson_1_nothing_passes_a_window_that_a_rule_halts_at_and_what_came_before_is_handed_out(
+def test_lesson_1_nothing_passes_a_window_that_a_rule_halts_at_and_earlier_rows_are_handed_out(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     heard: list[Fact] = []
@@ -341,7 +339,7 @@ def test_lesson_1_nothing_passes_a_window_that_a_rule_halts_at_and_what_came_bef
 
 
 @pytest.mark.parametrize("how", ["snapshot_tables", "incremental_snapshot"])
-def test_lesson_1_a_snapshot_that_a_rule_halts_at_is_not_given_up_and_not_passed(
+def test_lesson_1_a_snapshot_that_a_rule_halts_at_is_neither_given_up_nor_passed(
     source: MemoryCapture, store: MemoryCheckpointStore, how: str
 ) -> None:
     source.commit(people((1, "1", "DE"), (2, "no number", "DE"), (3, "3", "DE")))
@@ -379,7 +377,7 @@ def test_a_part_of_a_transaction_that_a_rule_halts_at_leaves_the_numbers_right(s
 # --- setting aside ------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_set_aside_alike_from_snapshot_stream_and_injection(
+def test_rows_of_snapshot_stream_and_injection_become_dead_letters_alike(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     letters: list[DeadLetter] = []
@@ -401,13 +399,13 @@ def test_rows_are_set_aside_alike_from_snapshot_stream_and_injection(
     runtime.stop()
 
 
-def test_rows_that_nobody_takes_are_refused_before_anything_is_read(source: MemoryCapture) -> None:
+def test_dead_letters_without_on_letter_are_refused_before_anything_is_read(source: MemoryCapture) -> None:
     with pytest.raises(ConfigError, match="there is no `on_letter`") as raised:
         CdcRuntime(source, MemoryCheckpointStore(), transforms=plan_of(LENIENT))
     assert raised.value.fields["rule"] == "numbers"
 
 
-def test_a_letter_that_is_not_taken_lets_nothing_pass_and_comes_again(
+def test_a_dead_letter_that_on_letter_refuses_blocks_the_batch_and_is_repeated(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     faults: list[Exception] = [SinkUnready("full", hint="Wait."), OSError("disk"), OSError("disk")]
@@ -432,7 +430,7 @@ def test_a_letter_that_is_not_taken_lets_nothing_pass_and_comes_again(
 # --- what was injected --------------------------------------------------------------------------------------------
 
 
-def test_injected_rows_that_a_rule_halts_at_wait_and_are_given_back(
+def test_injected_rows_that_a_rule_halts_at_wait_and_are_returned_by_a_stop(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     source.commit(people((1, "1", "DE")))
@@ -444,7 +442,7 @@ def test_injected_rows_that_a_rule_halts_at_wait_and_are_given_back(
     assert [len(batch) for batch in runtime.force_stop().injected] == [1]
 
 
-def test_a_rule_that_never_matched_is_told_of_at_the_end(
+def test_a_rule_that_never_matched_is_reported_at_the_end(
     source: MemoryCapture, store: MemoryCheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: list[Fact] = []
@@ -462,7 +460,7 @@ def test_a_rule_that_never_matched_is_told_of_at_the_end(
     assert "rule never matched" in caplog.text
 
 
-def test_rules_are_given_as_they_are_declared_too(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+def test_declared_rules_can_be_passed_directly(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
     declared = Transforms.model_validate({"rules": [{"do": "redact", "columns": ["mail"]}]})
     runtime = CdcRuntime(source, store, transforms=declared)
     runtime.start()
@@ -471,7 +469,7 @@ def test_rules_are_given_as_they_are_declared_too(source: MemoryCapture, store: 
     runtime.stop()
 
 
-def test_a_stream_behind_rules_still_says_what_it_holds_and_of_which_timeline_it_is(source: MemoryCapture) -> None:
+def test_a_stream_with_rules_still_has_its_held_bytes_and_timeline(source: MemoryCapture) -> None:
     class Timed(MemoryCapture):
         def live(self, after: Lsn) -> Stream:
             stream = super().live(after)
@@ -494,7 +492,7 @@ def test_a_stream_behind_rules_still_says_what_it_holds_and_of_which_timeline_it
 ORDERS = table("public.orders", id=pa.int64(), status=pa.string(), note=pa.string())
 
 
-def test_a_key_that_changed_is_set_aside_with_the_row_it_takes_values_from_and_can_be_applied_later() -> None:
+def test_a_rejected_key_move_is_stored_with_the_row_it_takes_values_from_and_can_be_applied_later() -> None:
     source, store, aside, mirror = MemoryCapture(), MemoryCheckpointStore(), list[DeadLetter](), Mirror()
 
     def deliver(rule: Rule, *injected: ChangeBatch) -> list[int]:

@@ -1,4 +1,4 @@
-"""Checkpoints in files: what damages them is told, what does not belong to them is not read, and one process writes."""
+"""Checkpoints in files: damage is reported, foreign files are not read, and one process writes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def store(tmp_path: Path) -> Iterator[FileCheckpointStore]:
 
 @pytest.fixture
 def file(store: FileCheckpointStore, tmp_path: Path) -> Path:
-    """The file of a checkpoint that is saved."""
+    """Return the file of a saved checkpoint."""
     store.save("orders", at(7, transaction="731", metadata={"snapshot": {"chunk": 3}}))
     return tmp_path / "state" / "orders.json"
 
@@ -58,7 +58,7 @@ def file(store: FileCheckpointStore, tmp_path: Path) -> Path:
 # --- the value ---------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_refuses_what_makes_no_sense() -> None:
+def test_a_checkpoint_refuses_invalid_values() -> None:
     now = datetime.now(UTC)
     refused: list[Callable[[], object]] = [
         lambda: Checkpoint(source_type="postgresql", position=CustomPosition("7")),
@@ -85,7 +85,7 @@ def test_a_checkpoint_refuses_what_makes_no_sense() -> None:
         assert caught.value.hint
 
 
-def test_a_source_of_ones_own_counts_as_it_likes() -> None:
+def test_a_custom_source_may_use_any_position_type() -> None:
     assert Checkpoint(source_type="mine", position=Lsn(1)).position_type.value == "postgresql-lsn"
     assert Checkpoint(source_type="mine", position=CustomPosition("seven")).position_type.value == "custom"
 
@@ -97,7 +97,7 @@ def test_its_time_is_utc_and_its_age_is_never_negative() -> None:
     assert at(1, time=datetime.now(UTC) + timedelta(hours=1)).age_seconds == 0
 
 
-def test_one_kind_of_store_stands_in_for_the_other(tmp_path: Path) -> None:
+def test_one_kind_of_store_can_replace_the_other(tmp_path: Path) -> None:
     stores: list[MemoryCheckpointStore | FileCheckpointStore]
     stores = [MemoryCheckpointStore(), FileCheckpointStore(tmp_path / "checkpoints")]
     for opened in stores:
@@ -113,7 +113,7 @@ def test_one_kind_of_store_stands_in_for_the_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["files", "memory"])
-def test_a_first_checkpoint_is_given_by_hand_and_never_over_one_that_is_there(kind: str, tmp_path: Path) -> None:
+def test_a_first_checkpoint_is_saved_by_hand_and_never_replaces_one(kind: str, tmp_path: Path) -> None:
     store = MemoryCheckpointStore() if kind == "memory" else FileCheckpointStore(tmp_path)
     seed_checkpoint(
         store,
@@ -130,7 +130,7 @@ def test_a_first_checkpoint_is_given_by_hand_and_never_over_one_that_is_there(ki
 
 @pytest.mark.parametrize("kind", ["files", "memory"])
 @pytest.mark.parametrize("key", [None, 5, b"x", ("a",)])
-def test_a_key_that_is_no_text_is_refused_wherever_it_is_given(kind: str, key: Any, tmp_path: Path) -> None:
+def test_a_key_that_is_not_a_string_is_refused_by_every_call(kind: str, key: Any, tmp_path: Path) -> None:
     store = MemoryCheckpointStore() if kind == "memory" else FileCheckpointStore(tmp_path)
     acts: list[Callable[[Any], object]] = [
         store.load,
@@ -147,7 +147,7 @@ def test_a_key_that_is_no_text_is_refused_wherever_it_is_given(kind: str, key: A
 
 @pytest.mark.parametrize("kind", ["files", "memory"])
 @pytest.mark.parametrize("given", [None, "0/7", Lsn(7), {"position": "0/7"}])
-def test_what_is_no_checkpoint_is_refused_wherever_it_is_given(kind: str, given: Any, tmp_path: Path) -> None:
+def test_a_value_that_is_not_a_checkpoint_is_refused_by_every_call(kind: str, given: Any, tmp_path: Path) -> None:
     store = MemoryCheckpointStore() if kind == "memory" else FileCheckpointStore(tmp_path)
     for act in (store.save, lambda key, given: seed_checkpoint(store, key, given)):
         with pytest.raises(ConfigError, match="not a checkpoint") as caught:
@@ -161,12 +161,13 @@ STORED = at(7).to_json()
 
 @pytest.mark.parametrize(("stored", "said"), [
     (None, "the wrong type"), (3, "the wrong type"), ([], "the wrong type"), ({}, "it lacks `source_type`"),
-    ({**STORED, "position": "x"}, "not a log sequence number"), ({**STORED, "position_type": "zap"}, "position type is unknown"),
+    ({**STORED, "position": "x"}, "not a log sequence number"),
+    ({**STORED, "position_type": "zap"}, "position type is unknown"),
     ({**STORED, "time": "noon"}, "Invalid isoformat"), ({**STORED, "time": 3}, "the wrong type"),
     ({**STORED, "metadata": [1]}, "not a JSON object"), ({**STORED, "metadata": None}, "not a JSON object"),
     ({**STORED, "metadata": []}, "not a JSON object"),
 ])  # fmt: skip
-def test_what_a_store_of_ones_own_has_kept_wrong_is_damage_and_never_none(stored: Any, said: str) -> None:
+def test_wrong_content_of_a_custom_store_is_damage_and_never_none(stored: Any, said: str) -> None:
     with pytest.raises(StateCorrupt, match=f"checkpoint cannot be read: .*{said}") as caught:
         Checkpoint.from_json(stored)
     assert "call `seed_checkpoint`" in caught.value.hint
@@ -188,7 +189,7 @@ def test_a_store_is_in_a_folder_that_is_named_and_never_where_the_program_happen
     "place", [None, MemoryCheckpointStore(), MemoryCheckpointStore, lambda: 3],
     ids=["none", "a store", "its class", "a function of none"],
 )  # fmt: skip
-def test_a_suite_that_is_given_a_store_and_not_a_way_to_open_one_says_so(place: Any) -> None:
+def test_a_check_suite_that_gets_a_store_instead_of_a_factory_refuses_it(place: Any) -> None:
     with pytest.raises(ConfigError, match="cannot be called") as caught:
         check_checkpoint_store(place)
     assert "returns a function that opens" in caught.value.hint
@@ -197,7 +198,7 @@ def test_a_suite_that_is_given_a_store_and_not_a_way_to_open_one_says_so(place: 
 # --- the file ----------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_the_owners_alone_and_says_what_it_is(file: Path) -> None:
+def test_a_file_is_readable_by_its_owner_only_and_has_its_format(file: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     stored = json.loads(file.read_text())
@@ -227,8 +228,8 @@ def test_files_of_format_1_are_read(tmp_path: Path) -> None:
 # --- damage ------------------------------------------------------------------------------------------------
 
 
-def assert_told(path: Path, said: str) -> None:
-    """Reading says so, writing over it is refused, and what is there stays as it is."""
+def assert_damage_is_reported(path: Path, said: str) -> None:
+    """Assert that reading reports damage, a save is refused, and the file stays unchanged."""
     before = path.read_bytes() if path.is_file() else None
     for read_only in (True, False):
         with FileCheckpointStore(path.parent, read_only=read_only) as store:
@@ -264,7 +265,7 @@ def test_any_torn_file_is_found(store: FileCheckpointStore, file: Path) -> None:
         with pytest.raises(StateCorrupt):
             reader.load("orders")
     file.write_bytes(bytes(len(whole)))
-    assert_told(file, "cannot be read")
+    assert_damage_is_reported(file, "cannot be read")
 
 
 def test_a_newer_format_is_not_guessed_at(store: FileCheckpointStore, file: Path) -> None:
@@ -272,7 +273,7 @@ def test_a_newer_format_is_not_guessed_at(store: FileCheckpointStore, file: Path
     stored = json.loads(file.read_text())
     del stored["sha256"]
     file.write_bytes(records.encode_state(stored | {"format": 2}))
-    assert_told(file, "format 2, and this version knows format 1")
+    assert_damage_is_reported(file, "format 2, and this version knows format 1")
     with pytest.raises(StateCorrupt) as caught:  # it is whole: nobody is told to delete it
         FileCheckpointStore(file.parent, read_only=True).load("orders")
     assert "the version of Tailrace that wrote it" in caught.value.hint
@@ -293,23 +294,25 @@ def test_a_newer_format_is_not_guessed_at(store: FileCheckpointStore, file: Path
         ({"key": "elsewhere"}, "belongs to another key"),
     ],
 )
-def test_a_file_that_is_whole_and_makes_no_sense_is_refused(
+def test_an_intact_file_with_invalid_content_is_refused(
     store: FileCheckpointStore, file: Path, wrong: dict[str, object], said: str
 ) -> None:
     store.close()
     stored = json.loads(file.read_text())
     del stored["sha256"]
     file.write_bytes(records.encode_state(stored | wrong))
-    assert_told(file, said)
+    assert_damage_is_reported(file, said)
 
 
-def test_a_file_that_was_copied_to_another_key_is_not_that_keys(store: FileCheckpointStore, file: Path) -> None:
+def test_a_file_copied_to_another_key_is_refused(store: FileCheckpointStore, file: Path) -> None:
     store.close()
     shutil.copy(file, file.with_name("customers.json"))
-    assert_told(file.with_name("customers.json"), "belongs to another key")
+    assert_damage_is_reported(file.with_name("customers.json"), "belongs to another key")
 
 
-def test_what_came_between_two_saves_is_noticed_and_not_written_over(store: FileCheckpointStore, file: Path) -> None:
+def test_a_foreign_write_between_two_saves_is_noticed_and_not_overwritten(
+    store: FileCheckpointStore, file: Path
+) -> None:
     other = json.loads(file.read_text())
     del other["sha256"]
     file.write_bytes(records.encode_state(other | {"position": "0/20"}))
@@ -321,7 +324,7 @@ def test_what_came_between_two_saves_is_noticed_and_not_written_over(store: File
     assert file.read_bytes() == b"{"
 
 
-def test_a_damaged_one_can_be_deleted_and_seeded_anew(store: FileCheckpointStore, file: Path) -> None:
+def test_a_damaged_checkpoint_can_be_deleted_and_saved_again(store: FileCheckpointStore, file: Path) -> None:
     file.write_bytes(b"{")
     with pytest.raises(StateCorrupt) as caught:
         store.load("orders")
@@ -333,8 +336,8 @@ def test_a_damaged_one_can_be_deleted_and_seeded_anew(store: FileCheckpointStore
     assert found.position == Lsn(5)
 
 
-def test_an_unreadable_one_is_never_none(store: FileCheckpointStore, file: Path) -> None:
-    """Lesson 16: a checkpoint that cannot be read is an error, never "no checkpoint"."""
+def test_an_unreadable_checkpoint_is_never_none(store: FileCheckpointStore, file: Path) -> None:
+    """Lesson 16: an unreadable checkpoint is an error, never "no checkpoint"."""
     for content in (b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}'):
         file.write_bytes(content)
         with pytest.raises(StateCorrupt):
@@ -350,7 +353,7 @@ def test_no_link_is_followed_out_of_the_folder(store: FileCheckpointStore, file:
     file.rename(outside)
     file.symlink_to(outside)
     before = outside.read_bytes()
-    assert_told(file, "it is a link")
+    assert_damage_is_reported(file, "it is a link")
     with FileCheckpointStore(file.parent) as again:
         assert again.delete("orders"), "the link goes"
         again.save("orders", at(1))
@@ -358,7 +361,7 @@ def test_no_link_is_followed_out_of_the_folder(store: FileCheckpointStore, file:
     assert outside.read_bytes() == before, "and nothing outside was touched"
 
 
-def test_a_link_to_nowhere_is_not_taken_for_no_checkpoint(store: FileCheckpointStore, tmp_path: Path) -> None:
+def test_a_dangling_link_does_not_count_as_no_checkpoint(store: FileCheckpointStore, tmp_path: Path) -> None:
     (tmp_path / "state" / "orders.json").symlink_to(tmp_path / "nowhere")
     with pytest.raises(StateCorrupt, match="it is a link"):
         store.load("orders")
@@ -379,7 +382,9 @@ def test_a_file_too_large_to_be_ours_is_not_read(store: FileCheckpointStore, tmp
         store.load("huge")
 
 
-def test_a_file_whose_name_is_no_key_is_told_when_keys_are_listed(store: FileCheckpointStore, tmp_path: Path) -> None:
+def test_a_file_whose_name_is_not_a_key_is_an_error_when_keys_are_listed(
+    store: FileCheckpointStore, tmp_path: Path
+) -> None:
     (tmp_path / "state" / "a\nb.json").write_text("{}")
     with pytest.raises(StateCorrupt, match="not printable"):
         store.list()
@@ -387,7 +392,7 @@ def test_a_file_whose_name_is_no_key_is_told_when_keys_are_listed(store: FileChe
     assert store.list() == (), "what is no checkpoint is nobody's"
 
 
-def test_a_folder_that_went_away_is_an_error_and_not_an_empty_store(store: FileCheckpointStore, file: Path) -> None:
+def test_a_missing_folder_is_an_error_and_not_an_empty_store(store: FileCheckpointStore, file: Path) -> None:
     file.parent.rename(file.parent.with_name("moved"))
     for act in (lambda: store.load("orders"), store.list, lambda: store.save("orders", at(9))):
         with pytest.raises(StateUnusable) as caught:
@@ -395,7 +400,7 @@ def test_a_folder_that_went_away_is_an_error_and_not_an_empty_store(store: FileC
         assert caught.value.hint
 
 
-def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
+def test_a_file_instead_of_the_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("")
     for read_only in (True, False):
         with pytest.raises(StateUnusable) as caught:
@@ -418,7 +423,7 @@ def test_leftovers_are_swept_by_the_next_owner_and_by_no_reader(store: FileCheck
     assert reader.list() == ("orders",)
 
 
-def test_a_save_that_fails_leaves_the_one_before_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=256k", "tmpfs") as disk:
         with FileCheckpointStore(disk / "state") as store:
             store.save("orders", at(7))
@@ -442,7 +447,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_nothing_else(tmp_path: Path
             assert found.position == Lsn(8)
 
 
-def test_whoever_has_a_full_disk_can_still_be_its_owner(tmp_path: Path) -> None:
+def test_a_store_on_a_full_disk_can_still_be_opened_by_its_owner(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=256k", "tmpfs") as disk:
         with FileCheckpointStore(disk / "state") as store:
             store.save("orders", at(7))
@@ -456,7 +461,7 @@ def test_whoever_has_a_full_disk_can_still_be_its_owner(tmp_path: Path) -> None:
 # --- nothing secret ------------------------------------------------------------------------------------------
 
 
-def test_no_error_and_no_log_line_tells_a_value_of_the_metadata(
+def test_no_error_and_no_log_line_contains_a_value_of_the_metadata(
     store: FileCheckpointStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)

@@ -1,4 +1,4 @@
-"""Every shape is in the history before its first row is anyone's, and once, however often rows come again."""
+"""Every schema is in the history once, before its first row is delivered, however often rows repeat."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def one(schema: TableSchema, key: int) -> ChangeBatch:
 
 
 class Sink:
-    """Keeps windows, and looks into the history as each arrives."""
+    """A sink that keeps windows and looks into the history at each."""
 
     def __init__(self, history: SchemaHistory) -> None:
         self.position, self.rows = ZERO, 0
@@ -59,7 +59,7 @@ def versions(history: SchemaHistory) -> list[TableSchema]:
 
 
 @pytest.mark.parametrize("part_rows", [None, 2])
-def test_the_loop_delivers_no_row_before_its_shape_is_durable(tmp_path: Path, part_rows: int | None) -> None:
+def test_the_loop_delivers_no_row_before_its_schema_is_durable(tmp_path: Path, part_rows: int | None) -> None:
     source = MemoryCapture(window_transactions_max=3, part_rows_max=part_rows)
     for schema in (SHOP, SHOP, WIDER, SHOP):
         source.commit(one(schema, 1), one(schema, 2))
@@ -85,7 +85,7 @@ def test_a_version_has_the_time_and_position_of_its_first_row() -> None:
     assert history.at_time(SHOP.table, made.time) == made
 
 
-def test_a_broken_source_brings_rows_again_and_no_version_twice() -> None:
+def test_a_broken_source_repeats_rows_and_records_no_version_twice() -> None:
     source, history = MemoryCapture(), MemorySchemaHistory()
     for n, schema in enumerate((SHOP, WIDER, SHOP, WIDER)):
         source.commit(one(schema, n))
@@ -104,7 +104,7 @@ STORY = (
 
 
 def at_their_ends(found: Window) -> Window:
-    """With the position in each row that it has at a source: where its transaction ends."""
+    """Return the batch with the positions that a source gives: where each transaction ends."""
     batches = []
     for item in found.batches:
         place = item.data.schema.get_field_index("_position")
@@ -115,8 +115,8 @@ def at_their_ends(found: Window) -> Window:
 
 @pytest.mark.parametrize("stopped", range(1, len(STORY) + 1))
 @pytest.mark.parametrize("resumed", range(len(STORY)))
-def test_rows_that_come_again_from_any_place_find_their_versions(stopped: int, resumed: int) -> None:
-    """Told up to one place, begun again at one before it: the history is as if nothing had happened."""
+def test_rows_repeated_from_any_position_find_their_versions(stopped: int, resumed: int) -> None:
+    """Recorded up to one position and repeated from an earlier one, the history is unchanged."""
     story, history = [at_their_ends(found) for found in STORY], MemorySchemaHistory()
     first = SchemaRecorder(history)
     for found in story[:stopped]:
@@ -127,7 +127,7 @@ def test_rows_that_come_again_from_any_place_find_their_versions(stopped: int, r
     assert versions(history) == [SHOP, WIDER, SHOP, WIDER]
 
 
-def test_a_shape_that_comes_back_after_a_restart_is_a_new_version() -> None:
+def test_a_schema_that_returns_after_a_restart_is_a_new_version() -> None:
     history = MemorySchemaHistory()
     story = [at_their_ends(found) for found in STORY]
     for found in story[:2]:
@@ -136,7 +136,7 @@ def test_a_shape_that_comes_back_after_a_restart_is_a_new_version() -> None:
     assert versions(history) == [SHOP, WIDER, SHOP]
 
 
-def test_a_part_of_a_transaction_is_told_of_too_though_its_position_is_not_known() -> None:
+def test_a_part_of_a_transaction_is_recorded_although_its_position_is_unknown() -> None:
     history = MemorySchemaHistory()
     SchemaRecorder(history).record_window(open_window(10, batch(SHOP, insert(1))))
     made = history.latest(SHOP.table)
@@ -144,7 +144,7 @@ def test_a_part_of_a_transaction_is_told_of_too_though_its_position_is_not_known
     assert (made.position, made.version) == (None, 1)
 
 
-def test_where_a_version_began_is_not_known_the_one_before_it_is_told_again_rather_than_left_out() -> None:
+def test_a_version_of_unknown_position_makes_the_one_before_it_repeat_rather_than_vanish() -> None:
     history = MemorySchemaHistory()
     feed = SchemaRecorder(history)
     feed.record_window(at_their_ends(window(0, 10, batch(SHOP, insert(1)))))
@@ -153,7 +153,7 @@ def test_where_a_version_began_is_not_known_the_one_before_it_is_told_again_rath
     assert versions(history) == [SHOP, WIDER, SHOP]
 
 
-def test_system_streams_are_no_tables() -> None:
+def test_system_streams_are_not_recorded() -> None:
     history = MemorySchemaHistory()
     message = batch_of(MESSAGE_STREAM, (Operation.MESSAGE, {"prefix": "a", "content": b"b", "transactional": True}))
     SchemaRecorder(history).record_window(Window(start=Lsn(0), end=Lsn(1), batches=(message,), transactions=1, rows=1))
@@ -161,7 +161,7 @@ def test_system_streams_are_no_tables() -> None:
 
 
 class Failing(MemorySchemaHistory):
-    """Has no room for so many times."""
+    """A history that has no room, so many times."""
 
     def __init__(self, error: Callable[[], TailraceError], times: int) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Failing(MemorySchemaHistory):
             raise self._error()
 
 
-def test_without_room_for_its_shape_a_row_waits_and_is_not_lost() -> None:
+def test_a_row_waits_while_its_schema_cannot_be_stored_and_is_not_lost() -> None:
     source, history = MemoryCapture(), Failing(lambda: StateFull("no room"), times=1)
     source.commit(one(SHOP, 1))
     sink = Sink(history)
@@ -182,9 +182,9 @@ def test_without_room_for_its_shape_a_row_waits_and_is_not_lost() -> None:
     assert source.confirmed == source.end
 
 
-def test_a_window_that_the_history_could_not_record_comes_again_also_from_a_stream_that_gives_it_once() -> None:
+def test_a_window_the_history_failed_on_is_returned_again_also_by_a_stream_that_returns_it_once() -> None:
     class Once:
-        """As a server gives parts of a transaction: what was read is not read again."""
+        """A stream like a server that sends parts of a transaction: it never returns a window twice."""
 
         def __init__(self) -> None:
             self._left = [open_window(0, one(SHOP, 1)), window(0, 9, one(SHOP, 2))]

@@ -1,4 +1,4 @@
-"""The schema history in files: nothing is guessed, nothing is lost but what retention lets go."""
+"""The schema history in files: nothing is guessed, and only retention removes versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOW = datetime.now(UTC)
 
 
 def wider(extra: int, like: TableSchema = SHOP) -> TableSchema:
-    """The table with so many columns more."""
+    """Return the table with so many more columns."""
     more = tuple(Column(name=f"x{n}", source_type="int", type=pa.int32()) for n in range(extra))
     return replace(like, columns=(*like.columns, *more))
 
@@ -49,7 +49,7 @@ def numbers(history: SchemaHistory) -> list[int]:
 # --- retention ---------------------------------------------------------------------------------------------
 
 
-def test_256_versions_are_kept_unless_told_otherwise(folder: Path) -> None:
+def test_256_versions_are_kept_by_default(folder: Path) -> None:
     with FileSchemaHistory(folder) as history:
         for n in range(KEEP_LAST + 2):
             history.record(wider(n % 2))
@@ -61,7 +61,7 @@ def test_256_versions_are_kept_unless_told_otherwise(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "files"])
-def test_by_age_a_version_goes_once_the_one_after_it_is_older(kind: str, folder: Path) -> None:
+def test_a_version_is_removed_once_its_successor_is_older_than_the_limit(kind: str, folder: Path) -> None:
     by_age = Retention(keep_last=None, max_age=timedelta(days=30))
     history = MemorySchemaHistory(retention=by_age) if kind == "memory" else FileSchemaHistory(folder, retention=by_age)
     for n, days in enumerate((90, 60, 20, 1)):
@@ -93,7 +93,7 @@ def test_without_a_retention_everything_is_kept() -> None:
     assert len(numbers(history)) == 300
 
 
-def test_a_retention_that_means_nothing_is_refused() -> None:
+def test_an_invalid_retention_is_refused() -> None:
     refused: list[dict[str, Any]] = [{"keep_last": None}, {"keep_last": 0}, {"max_age": timedelta(-1)}]
     for given in refused:
         with pytest.raises(ConfigError) as caught:
@@ -115,7 +115,7 @@ def facts(*columns: tuple[int, str | None], made: int, file: int = 1) -> Catalog
     )
 
 
-def test_what_the_catalogue_told_survives_and_proves_a_rename(folder: Path) -> None:
+def test_catalogue_facts_survive_a_restart_and_prove_a_rename(folder: Path) -> None:
     old = replace(SHOP, facts=facts((1, None), (2, None), (3, None), (4, None), made=4))
     renamed = replace(SHOP, columns=(*SHOP.columns[:3], replace(SHOP.columns[3], name="count")), facts=old.facts)
     with FileSchemaHistory(folder) as history:
@@ -130,7 +130,7 @@ def test_what_the_catalogue_told_survives_and_proves_a_rename(folder: Path) -> N
         assert history.at_version(SHOP.table, 1).schema.facts == old.facts
 
 
-def test_a_truncate_of_today_is_not_blamed_on_an_alter_of_tomorrow() -> None:
+def test_a_later_alter_is_not_blamed_for_an_earlier_truncate() -> None:
     first = facts((1, None), (2, None), (3, None), (4, None), made=4)
     history = MemorySchemaHistory()
     history.record(replace(SHOP, facts=first))
@@ -142,7 +142,7 @@ def test_a_truncate_of_today_is_not_blamed_on_an_alter_of_tomorrow() -> None:
     assert made.evolution.rewritten is False
 
 
-def test_two_tables_that_swap_their_names_are_told(folder: Path) -> None:
+def test_two_tables_that_swap_their_names_are_recorded(folder: Path) -> None:
     one, other = TableId("public", "one"), TableId("public", "other")
     a, b = replace(SHOP, table=one, relation=1), replace(wider(1), table=other, relation=2)
     with FileSchemaHistory(folder) as history:
@@ -202,7 +202,7 @@ def test_files_of_format_1_are_read() -> None:
 
 @pytest.fixture
 def kept(folder: Path) -> list[Path]:
-    """The files of three versions."""
+    """Return the files of three versions."""
     with FileSchemaHistory(folder) as history:
         for n in range(3):
             history.record(wider(n))
@@ -249,7 +249,7 @@ DAMAGE: list[Callable[[Path], None]] = [
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_or_missing_is_told_and_nothing_is_made_of_it(
+def test_a_damaged_or_missing_file_is_an_error_and_is_never_repaired_silently(
     kept: list[Path], damage: Callable[[Path], None]
 ) -> None:
     damage(kept[1])
@@ -262,7 +262,7 @@ def test_what_is_damaged_or_missing_is_told_and_nothing_is_made_of_it(
         FileSchemaHistory(kept[1].parent)
 
 
-def test_a_full_disk_takes_no_version_and_loses_none(tmp_path: Path) -> None:
+def test_a_full_disk_stores_no_version_and_loses_none(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=512k", "tmpfs") as disk:
         with FileSchemaHistory(disk / "schemas") as history:
             history.record(SHOP)
@@ -276,7 +276,7 @@ def test_a_full_disk_takes_no_version_and_loses_none(tmp_path: Path) -> None:
             assert numbers(history) == [1, 2]
 
 
-def test_one_process_writes_and_others_read_beside_it(folder: Path) -> None:
+def test_one_process_writes_while_others_read(folder: Path) -> None:
     with FileSchemaHistory(folder) as history:
         history.record(SHOP)
         reader = FileSchemaHistory(folder, read_only=True)
@@ -290,7 +290,7 @@ def test_one_process_writes_and_others_read_beside_it(folder: Path) -> None:
         history.record(wider(2))
 
 
-def test_times_need_a_zone() -> None:
+def test_times_without_a_zone_are_refused() -> None:
     history, zoneless = MemorySchemaHistory(), NOW.replace(tzinfo=None)
     with pytest.raises(ConfigError, match="zone"):
         history.record(SHOP, time=zoneless)
@@ -309,7 +309,7 @@ def test_times_need_a_zone() -> None:
     lambda _: Retention(keep_last=True), lambda _: Retention(max_age=cast("timedelta", 3)),
     lambda _: MemorySchemaHistory(retention=cast("Retention", 3)),
 ])  # fmt: skip
-def test_whatever_is_asked_for_wrong_is_refused_and_not_answered_as_unknown(ask: Callable[[Any], object]) -> None:
+def test_a_wrong_query_is_refused_and_not_answered_as_unknown(ask: Callable[[Any], object]) -> None:
     history = MemorySchemaHistory()
     history.record(replace(SHOP, table=TableId("public", "other")))
     with pytest.raises(ConfigError) as raised:

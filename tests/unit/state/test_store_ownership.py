@@ -1,4 +1,4 @@
-"""One process owns a store; any number read beside it."""
+"""One process owns a store; any number may read meanwhile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> Iterator[FileCheckpointStore]:
 
 @pytest.fixture
 def file(store: FileCheckpointStore, tmp_path: Path) -> Path:
-    """The file of a checkpoint that is saved."""
+    """Return the file of a saved checkpoint."""
     store.save("orders", at(7))
     return tmp_path / "state" / "orders.json"
 
@@ -94,7 +94,7 @@ def test_a_second_owner_in_the_same_process_is_refused_too(store: FileCheckpoint
 
 
 def leave_record(folder: Path, **changed: object) -> None:
-    """What an owner has left that did not say that it ended."""
+    """Leave the record of an owner that did not end properly."""
     FileCheckpointStore(folder).close()
     record = json.loads((folder / ".owner.json").read_text())
     (folder / ".owner.json").write_text(json.dumps(record | {"pid": 7, "released": False} | changed))
@@ -114,14 +114,16 @@ def test_a_host_of_the_same_name_is_not_the_same_host(tmp_path: Path) -> None:
         FileCheckpointStore(tmp_path)
 
 
-def test_hosts_without_a_machine_id_are_not_told_apart_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_without_a_machine_id_are_not_distinguished_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease, "_machine_id", lambda: "")
     leave_record(tmp_path, boot="another")
     with pytest.raises(StateBusy):
         FileCheckpointStore(tmp_path)
 
 
-def test_a_record_that_nobody_can_read_keeps_everyone_out_until_it_is_taken_over(tmp_path: Path) -> None:
+def test_an_unreadable_owner_record_blocks_the_store_until_it_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / ".owner.json").write_bytes(b"{")
     with pytest.raises(StateBusy):
         FileCheckpointStore(tmp_path)
@@ -129,7 +131,7 @@ def test_a_record_that_nobody_can_read_keeps_everyone_out_until_it_is_taken_over
     FileCheckpointStore(tmp_path).close()
 
 
-def test_another_hosts_owner_is_refused_until_somebody_says_that_it_is_gone(tmp_path: Path) -> None:
+def test_an_owner_on_another_host_blocks_the_store_until_take_over(tmp_path: Path) -> None:
     leave_record(tmp_path, host="elsewhere", boot="another")
     with pytest.raises(StateBusy) as caught:
         FileCheckpointStore(tmp_path)
@@ -155,7 +157,7 @@ def test_an_owner_that_was_taken_over_saves_nothing_more(tmp_path: Path) -> None
         store.save("orders", at(21))
 
 
-def test_one_that_was_taken_over_is_told_before_it_reads_or_writes(tmp_path: Path) -> None:
+def test_a_former_owner_gets_an_error_before_it_reads_or_writes(tmp_path: Path) -> None:
     first = FileCheckpointStore(tmp_path)
     first.save("orders", at(1))
     with FileCheckpointStore(tmp_path, take_over=True):
@@ -166,7 +168,7 @@ def test_one_that_was_taken_over_is_told_before_it_reads_or_writes(tmp_path: Pat
     first.close()
 
 
-def test_a_forked_process_does_not_own_what_its_parent_does(store: FileCheckpointStore, file: Path) -> None:
+def test_a_forked_process_does_not_own_its_parents_store(store: FileCheckpointStore, file: Path) -> None:
     before = file.read_bytes()
     child = os.fork()
     if not child:
@@ -217,7 +219,7 @@ def test_a_reader_never_sees_half_a_checkpoint(store: FileCheckpointStore, tmp_p
         assert found.position == Lsn(value)
 
 
-def test_a_link_in_the_place_of_the_lock_is_refused_and_what_it_leads_to_is_not_written(
+def test_a_link_instead_of_the_lock_is_refused_and_its_target_is_not_written(
     store: FileCheckpointStore, file: Path, tmp_path: Path
 ) -> None:
     store.close()

@@ -1,4 +1,4 @@
-"""A mistake in rules that a program declares: an error of ours, which says what to write instead."""
+"""Mistakes in rules that a program declares are our own errors, with a hint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def declared(**rule: Any) -> Callable[[], object]:
 
 
 def made(kind: type[Any], **given: Any) -> Callable[[], object]:
-    """As a program may write it whom no type checker has looked at."""
+    """Build a rule as code without type checks may."""
     return lambda: kind(**given)
 
 
@@ -99,7 +99,7 @@ def of_rule(kind: type[Any], **given: Any) -> Callable[[], object]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_mistake_is_an_error_of_ours_with_a_hint(make: Callable[[], object], said: str, hint: str) -> None:
+def test_a_mistake_is_our_own_error_with_a_hint(make: Callable[[], object], said: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         make()
     assert hint in raised.value.hint
@@ -108,7 +108,7 @@ def test_a_mistake_is_an_error_of_ours_with_a_hint(make: Callable[[], object], s
 
 
 @pytest.mark.parametrize("do", RULE_TYPES)
-def test_whatever_stands_in_a_rule_is_told_of_in_our_words(do: str) -> None:
+def test_every_mistake_in_a_rule_is_reported_in_our_words(do: str) -> None:
     odd = [None, "", 3, -1, 3.5, True, [], [1], {}, {"a": 1}, {1: 2}, object(), "x" * 200, 10**30, b"\xff"]
     odd += [float("nan"), float("inf")]
     well: dict[str, Any] = {
@@ -148,7 +148,7 @@ def refusal_of(kind: type[Any], given: dict[str, Any]) -> str:
     ],
     ids=lambda given: type(given).__name__,
 )
-def test_a_runtime_takes_rules_in_whichever_form(given: Any) -> None:
+def test_a_runtime_accepts_rules_in_every_form(given: Any) -> None:
     runtime = CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), transforms=given)
     plan = runtime._rules._plan
     assert plan is not None
@@ -157,14 +157,14 @@ def test_a_runtime_takes_rules_in_whichever_form(given: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [[], (), {}, Transforms()], ids=lambda given: type(given).__name__)
-def test_no_rules_are_none(given: Any) -> None:
+def test_empty_rules_count_as_no_rules(given: Any) -> None:
     assert CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), transforms=given)._rules._plan is None
 
 
 @pytest.mark.parametrize(
     "given", [Mask(columns=("mail",)), "rules.yaml", 3, [3], [Mask], {"rulez": []}, [{"do": "zap"}]], ids=str
 )
-def test_what_is_no_rules_is_refused_by_runtime_and_plan(given: Any) -> None:
+def test_a_value_that_is_not_rules_is_refused_by_runtime_and_plan(given: Any) -> None:
     with pytest.raises(ConfigError) as raised:
         CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), transforms=given)
     assert raised.value.hint

@@ -1,4 +1,4 @@
-"""Which tables rules make of which: each of one, so that nothing that is done to one table is done to another."""
+"""Output tables: each belongs to one source table, so that no work on one affects another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def apart(*rules: Rule) -> TransformPlan:
     return TransformPlan(Transforms.model_validate({"rules": rules}), names=OutputTables(rules))
 
 
-def test_most_rows_go_where_the_last_rule_without_a_condition_says() -> None:
+def test_the_last_rule_without_a_condition_sets_the_default_target() -> None:
     names = OutputTables((Route(to="a.{table}"), GERMANS, Route(to="lake.{schema}_{table}")))
     assert names.tables_for(named("public.people")) == (named("lake.public_people"), named("de.people"))
     assert names.tables_for(named("public.orders")) == (named("lake.public_orders"),)
@@ -41,21 +41,21 @@ def test_most_rows_go_where_the_last_rule_without_a_condition_says() -> None:
     ((Outbox(tables=("public.people",)), Route(to="lake.{table}")), "sends an outbox's rows elsewhere"),
     ((Outbox(tables=("x.outbox",), to="public.{type}"),), "a name that messages of an outbox may use"),
 ])  # fmt: skip
-def test_a_table_is_made_of_one_and_in_one_way(rules: tuple[Rule, ...], said: str) -> None:
+def test_a_table_has_one_source_table_and_one_route(rules: tuple[Rule, ...], said: str) -> None:
     names = OutputTables(rules)
     with pytest.raises(RuleInvalid, match=said) as raised:
         _ = [names.tables_for(named(table)) for table in ("public.people", "public.orders")]
     assert raised.value.hint
 
 
-def test_rows_of_two_tables_that_would_become_one_are_not_let_through_in_whichever_process() -> None:
+def test_rows_of_two_tables_with_one_target_are_refused_in_every_process() -> None:
     plan = apart(Route(tables=("public.people",), to="lake.orders"), Outbox(tables=("x.outbox",), to="lake.{type}"))
     for one in (plan, pickle.loads(pickle.dumps(plan))):
         with pytest.raises(RuleInvalid, match="a name that messages"):
             one.apply_marking(batch(changed(Operation.INSERT, person(1))))
 
 
-def test_the_type_of_messages_must_be_the_source_s_own() -> None:
+def test_the_type_column_of_messages_must_be_unchanged() -> None:
     swapped = Rename(columns={"aggregatetype": "kind", "payload": "aggregatetype"})
     for rule in (Mask(columns=("aggregatetype",)), swapped):
         with pytest.raises(RuleInvalid, match="changed the type"):
@@ -75,7 +75,7 @@ def test_a_load_gets_the_rows_of_its_own_table() -> None:
         assert plan.transform_marked_rows(PEOPLE, data, unfit, named(table))[0].column("id").to_pylist() == ids
 
 
-def test_a_row_that_cannot_be_judged_is_marked_in_both_tables_and_is_one_letter() -> None:
+def test_an_undecidable_row_is_marked_in_both_tables_and_is_one_dead_letter() -> None:
     rule = GERMANS.model_copy(update={"on_error": "dead-letter"})
     rows = batch(changed(Operation.UPDATE, person(1), unchanged=["country"]))
     made = apart(rule).apply_marking(rows)
@@ -85,7 +85,7 @@ def test_a_row_that_cannot_be_judged_is_marked_in_both_tables_and_is_one_letter(
     assert (applied.batches, len(applied.dead_letters)) == ((), 1)
 
 
-def test_another_condition_makes_another_shape_of_both_tables_and_another_name_does_not() -> None:
+def test_another_condition_changes_the_schema_of_both_tables_and_another_name_does_not() -> None:
     one, other = apart(GERMANS), apart(GERMANS.model_copy(update={"when": "country == 'AT'"}))
     for table in ("de.people", "public.people"):
         assert one.transformed_schema(PEOPLE, named(table)) != other.transformed_schema(PEOPLE, named(table))
@@ -93,7 +93,7 @@ def test_another_condition_makes_another_shape_of_both_tables_and_another_name_d
     assert (whole.columns, whole.relation, whole.source_schema) == (PEOPLE.columns, PEOPLE.relation, PEOPLE)
 
 
-def test_a_key_that_changes_is_no_new_message_and_a_type_without_letters_is_none() -> None:
+def test_a_key_move_is_no_new_message_and_an_empty_type_is_no_type() -> None:
     rows = batch(
         changed(Operation.INSERT, message("1", "order")),
         changed(Operation.DELETE, {"id": "1"}),

@@ -1,4 +1,4 @@
-"""Why a rule has failed: said so that a person can act on it, and without a word of the row."""
+"""Reasons of rule failures: a person can act on them, and they contain no value of the row."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shortened(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def sealed(table: TableId = PEOPLE.table) -> bytes:
-    """A mail, encrypted with the key `old`, in this table."""
+    """Return a mail encrypted with the key `old` in this table."""
     rows = batch(changed(INSERT, person(1, SECRET)), schema=replace(PEOPLE, table=table))
     (made,) = plan_of(Encrypt(columns=("mail",), key="old")).apply(rows).batches
     found: bytes = made.data.column("mail")[0].as_py()
@@ -97,7 +97,7 @@ CAUSES: dict[str, tuple[Rule, ChangeBatch, str]] = {
 
 
 @pytest.mark.parametrize(("rule", "rows", "said"), CAUSES.values(), ids=CAUSES)
-def test_a_failure_says_why_and_tells_nothing_of_the_row(rule: Rule, rows: ChangeBatch, said: str) -> None:
+def test_a_failure_has_its_reason_and_no_value_of_the_row(rule: Rule, rows: ChangeBatch, said: str) -> None:
     with pytest.raises(TransformFailed, match=said) as raised:
         plan_of(rule).apply(rows)
     assert SECRET not in str(raised.value)
@@ -122,7 +122,7 @@ def test_what_a_function_raised_is_chained_and_nothing_else_is() -> None:
     assert raised.value.__suppress_context__ or raised.value.__context__ is None
 
 
-def test_rows_that_fail_for_different_reasons_are_told_apart() -> None:
+def test_rows_that_fail_for_different_reasons_have_separate_failures() -> None:
     rows = batch(
         *(
             changed(INSERT, person(at) | {"mail": value})

@@ -1,4 +1,4 @@
-"""Rules over changes: every image of a row goes through them, and what is absent stays absent."""
+"""Rules over changes: every image of a row passes them, and unsent values stay unsent."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ HIDING = [
 
 
 @pytest.mark.parametrize("rule", HIDING[:-1], ids=lambda rule: rule.do)
-def test_what_is_hidden_stands_in_no_image_of_the_row(rule: Rule) -> None:
+def test_a_hidden_value_is_in_no_image_of_the_row(rule: Rule) -> None:
     rows = batch(
         changed(INSERT, person(1, MAIL)),
         changed(UPDATE, person(1, MAIL, "2"), before=person(1, MAIL)),
@@ -68,7 +68,7 @@ def test_what_is_hidden_stands_in_no_image_of_the_row(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", HIDING, ids=lambda rule: rule.do)
-def test_lesson_8_snapshot_rows_have_the_shape_and_the_values_of_stream_rows(rule: Rule) -> None:
+def test_lesson_8_snapshot_rows_have_the_schema_and_the_values_of_stream_rows(rule: Rule) -> None:
     plan = plan_of(rule)
     people = [person(1, MAIL, "10.50", "DE"), person(2, None, None, None), person(3, "é", "-1", "FR")]
     streamed = plan.apply(batch(*(changed(INSERT, one) for one in people))).batches[0]
@@ -88,7 +88,7 @@ def marked(rule: Rule, *unfit: list[dict[str, str]] | None) -> tuple[list[dict[s
     return rows.to_pylist(), cells.to_pylist()
 
 
-def test_a_read_row_that_does_not_fit_says_so_and_hides_what_is_hidden() -> None:
+def test_an_unfit_snapshot_row_is_marked_and_hides_what_rules_hide() -> None:
     nan = [{"column": "amount", "text": "NaN"}]
     rows, cells = marked(Redact(columns=("mail",)), None, nan)
     assert (cells, [row["amount"] for row in rows]) == ([None, nan], [Decimal(1), None])
@@ -98,7 +98,7 @@ def test_a_read_row_that_does_not_fit_says_so_and_hides_what_is_hidden() -> None
     assert marked(Mask(tables=("other.*",), columns=("mail",)), nan)[1] == [nan], "no rule concerns it"
 
 
-def test_a_read_row_that_a_rule_fails_at_is_marked_or_refused_as_the_rule_says() -> None:
+def test_a_snapshot_row_that_a_rule_fails_at_is_marked_or_refused_as_declared() -> None:
     rule = Cast(columns=("mail",), to="int32", on_error="dead-letter")
     (row,), (cells,) = marked(rule, None)
     assert (row["mail"], cells[0]["column"]) == (None, "mail")
@@ -107,20 +107,20 @@ def test_a_read_row_that_a_rule_fails_at_is_marked_or_refused_as_the_rule_says()
         marked(Cast(columns=("mail",), to="int32"), None)
 
 
-def test_the_same_shape_gives_the_same_object() -> None:
+def test_the_same_schema_gives_the_same_object() -> None:
     plan = plan_of(Mask(columns=("mail",)))
     assert plan.transformed_schema(PEOPLE) is plan.transformed_schema(PEOPLE)
     assert plan.transformed_schema(PEOPLE).source_schema is PEOPLE
 
 
-def test_a_table_that_no_rule_concerns_is_left_alone() -> None:
+def test_a_table_without_matching_rules_is_unchanged() -> None:
     plan = plan_of(Mask(tables=("other.*",), columns=("mail",)))
     rows = batch(changed(INSERT, person(1, MAIL)))
     assert plan.apply(rows).batches == (rows,)
     assert plan.transformed_schema(PEOPLE) is PEOPLE
 
 
-def test_what_the_server_did_not_send_stays_absent_under_its_new_name() -> None:
+def test_an_unsent_value_stays_unsent_under_its_new_name() -> None:
     rules = (
         Mask(columns=("mail",)),
         Rename(columns={"mail": "address"}),
@@ -133,20 +133,20 @@ def test_what_the_server_did_not_send_stays_absent_under_its_new_name() -> None:
     assert (row["address"], row["again"], row["size"]) == (None, None, None)
 
 
-def test_a_column_that_is_set_or_goes_is_not_absent_any_more() -> None:
+def test_a_set_or_dropped_column_is_no_longer_unsent() -> None:
     rows = batch(changed(UPDATE, person(1), unchanged=["mail", "country"]))
     found = plan_of(Set(column="mail", value="x"), Exclude(columns=("country",))).apply(rows).batches
     assert change.UNCHANGED not in found[0].data.schema.names
     assert values(found, "mail") == [("x",)]
 
 
-def test_a_value_made_of_one_that_is_absent_and_one_that_is_not_fails() -> None:
+def test_a_value_computed_from_a_sent_and_an_unsent_one_fails() -> None:
     rows = batch(changed(UPDATE, person(1, None, None, "DE"), unchanged=["mail"]))
     with pytest.raises(TransformFailed, match="was not sent"):
         plan_of(Compute(column="both", expression="concat(mail, country)")).apply(rows)
 
 
-def test_a_condition_on_a_value_that_is_absent_fails_rather_than_guesses() -> None:
+def test_a_condition_on_an_unsent_value_fails_rather_than_guesses() -> None:
     rows = batch(changed(UPDATE, person(1, MAIL), unchanged=["country"]))
     rule = Mask(columns=("mail",), when="country == 'DE'", on_error="dead-letter")
     with pytest.raises(TransformFailed, match="was not sent"):
@@ -156,7 +156,7 @@ def test_a_condition_on_a_value_that_is_absent_fails_rather_than_guesses() -> No
     assert MAIL.encode() not in found[0].data.serialize().to_pybytes()
 
 
-def test_what_a_rule_hides_is_hidden_although_its_condition_looks_at_a_value_that_a_rule_before_failed_at() -> None:
+def test_a_rule_hides_its_value_although_its_condition_needs_one_that_an_earlier_rule_failed_at() -> None:
     rows = batch(changed(INSERT, person(1, MAIL, None, "odd")), changed(INSERT, person(2, MAIL, None, "3")))
     numbers = Cast(columns=("country",), to="int32", on_error="dead-letter")
     found = plan_of(numbers, Redact(columns=("mail",), text="-", when="country > 5")).apply_marking(rows)
@@ -177,7 +177,7 @@ def test_a_condition_chooses_rows_image_by_image() -> None:
     ]
 
 
-def test_a_condition_with_another_type_keeps_the_others_as_text() -> None:
+def test_a_condition_with_another_type_keeps_other_values_as_strings() -> None:
     rows = batch(changed(INSERT, person(1, None, "1.50", "DE")), changed(INSERT, person(2, None, "2.50")))
     found = plan_of(Redact(columns=("amount",), text="-", when="country == 'DE'")).apply(rows).batches
     assert values(found, "amount") == [("-",), ("2.50",)]
@@ -228,7 +228,7 @@ def test_a_rule_that_would_destroy_the_key_is_refused_by_name(rule: Rule) -> Non
 @pytest.mark.parametrize("rule", [
     Sha256(columns=("id",)), Hmac(columns=("id",), key="old"), Cast(columns=("id",), to="string"),
 ])  # fmt: skip
-def test_a_key_that_stays_one_is_changed_alike_wherever_it_stands(rule: Rule) -> None:
+def test_a_key_that_stays_unique_is_changed_alike_in_every_image(rule: Rule) -> None:
     rows = batch(
         changed(INSERT, person(1)),
         changed(DELETE, person(1)),
@@ -248,7 +248,7 @@ def test_a_renamed_key_is_the_key_still() -> None:
     assert only(found)[0][change.MOVED_FROM] == {"number": 1}
 
 
-def test_a_row_without_a_key_is_known_by_its_values_which_must_come_out_equal() -> None:
+def test_rules_on_a_keyless_table_must_give_equal_values_each_time() -> None:
     keyless = TableSchema(table=PEOPLE.table, relation=4, columns=PEOPLE.columns, key=(), identity=Identity.FULL)
     mail = ("mail",)
     for rule in (Encrypt(columns=mail, key="old"), Function(columns=mail, function=lambda rows: rows), Unwrap()):
@@ -278,7 +278,7 @@ def test_a_row_without_a_key_is_known_by_its_values_which_must_come_out_equal() 
     ],
     ids=lambda value: getattr(value, "do", ""),
 )
-def test_what_cannot_work_is_refused_before_a_row_comes(rule: Rule, said: str) -> None:
+def test_a_rule_that_cannot_work_is_refused_before_the_first_row(rule: Rule, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plan_of(rule).transformed_schema(PEOPLE)
 
@@ -293,13 +293,13 @@ def test_what_cannot_work_is_refused_before_a_row_comes(rule: Rule, said: str) -
     ],
     ids=lambda value: getattr(value, "do", ""),
 )
-def test_what_cannot_be_done_to_some_rows_alone_says_what_can(rule: Rule, said: str, instead: str) -> None:
+def test_a_rule_that_cannot_have_when_says_what_to_use_instead(rule: Rule, said: str, instead: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         Transforms.model_validate({"rules": (rule,), "keys": {"old": KeySource(env="OLD")}})
     assert instead in raised.value.hint
 
 
-def test_a_cast_of_some_rows_keeps_the_others_where_they_fit_and_fails_at_them_where_not() -> None:
+def test_a_cast_with_when_keeps_other_values_that_fit_and_fails_at_those_that_do_not() -> None:
     rule = Cast(name="numbers", columns=("mail",), to="int32", when="country == 'DE'", on_error="dead-letter")
     rows = batch(
         changed(INSERT, person(1, "7", country="DE")),
@@ -315,7 +315,7 @@ def test_a_cast_of_some_rows_keeps_the_others_where_they_fit_and_fails_at_them_w
     assert {letter.cause for letter in applied.dead_letters} == {"the value does not fit int32"}
 
 
-def test_some_rows_are_decrypted_where_the_others_can_stay_binary() -> None:
+def test_decrypt_with_when_works_where_other_rows_can_stay_binary() -> None:
     schema = replace(
         PEOPLE, columns=(PEOPLE.columns[0], replace(PEOPLE.columns[1], type=pa.binary()), *PEOPLE.columns[2:])
     )
@@ -358,7 +358,7 @@ def picky(rows: pa.RecordBatch) -> pa.RecordBatch:
     return rows
 
 
-def test_a_function_of_the_users_makes_columns() -> None:
+def test_a_user_function_makes_columns() -> None:
     rows = batch(changed(UPDATE, person(1, "a"), before=person(1, "b")), changed(UPDATE, person(2), unchanged=["mail"]))
     rule = Function(columns=("mail",), function="tests.unit.transforms.test_transform_plan:shout")
     found = plan_of(rule).apply(rows).batches
@@ -367,7 +367,7 @@ def test_a_function_of_the_users_makes_columns() -> None:
     assert only(found)[1][change.UNCHANGED] == ["mail", "size"]
 
 
-def test_a_function_that_fails_is_told_by_rule_and_never_in_its_own_words() -> None:
+def test_a_failing_function_is_reported_by_rule_and_never_with_its_own_message() -> None:
     rows = batch(changed(INSERT, person(1, "a")), changed(INSERT, person(2, MAIL)))
     with pytest.raises(TransformFailed) as raised:
         plan_of(Function(name="mine", columns=("mail",), function=picky)).apply(rows)
@@ -384,12 +384,12 @@ def window(*batches: Any) -> Window:
     return Window(start=Lsn(1), end=Lsn(9), batches=batches, transactions=1, rows=sum(map(len, batches)))
 
 
-def test_a_window_that_no_rule_touches_is_the_same() -> None:
+def test_a_window_without_matching_rules_is_the_same_object() -> None:
     given = window(batch(changed(INSERT, person(1))))
     assert plan_of(Mask(tables=("other.*",), columns=("mail",))).transform_window(given) is given
 
 
-def test_truncates_go_through() -> None:
+def test_truncates_pass_the_rules() -> None:
     plan = plan_of(Mask(columns=("mail",)), Set(column="made", value=1))
     found = plan.apply(batch(changed(TRUNCATE, person(0)))).batches
     assert found[0].truncates == 1
@@ -407,7 +407,7 @@ def facts(*fills: str | None) -> CatalogueFacts:
     return CatalogueFacts(columns=columns, storage=storage, columns_ever=4)
 
 
-def test_facts_follow_their_columns_and_tell_no_value_that_was_hidden() -> None:
+def test_facts_follow_their_columns_and_reveal_no_hidden_value() -> None:
     from dataclasses import replace
 
     known = replace(PEOPLE, facts=facts(None, MAIL, None, "DE"))
@@ -423,7 +423,7 @@ def test_facts_follow_their_columns_and_tell_no_value_that_was_hidden() -> None:
     assert MAIL not in str(target.to_json())
 
 
-def test_another_rule_makes_another_shape_and_its_name_does_not() -> None:
+def test_another_rule_changes_the_schema_and_another_name_does_not() -> None:
     def shape(**fields: Any) -> TableSchema:
         return plan_of(Mask(columns=("mail",), **fields)).transformed_schema(PEOPLE)
 
@@ -432,13 +432,13 @@ def test_another_rule_makes_another_shape_and_its_name_does_not() -> None:
     assert shape() != PEOPLE
 
 
-def test_what_is_left_out_shows_in_the_shape_so_that_nobody_keeps_it() -> None:
+def test_a_dropped_column_is_marked_in_the_schema_so_that_tables_drop_it_too() -> None:
     shape = plan_of(Exclude(columns=("country",))).transformed_schema(PEOPLE)
     assert shape.columns[0] != PEOPLE.columns[0]
     assert not is_changed_by_rule(shape.columns[0])
 
 
-def test_a_column_named_like_ours_is_kept_apart() -> None:
+def test_a_column_named_like_a_metadata_column_is_kept_separate() -> None:
     odd = TableSchema(
         table=PEOPLE.table,
         relation=5,
@@ -452,13 +452,13 @@ def test_a_column_named_like_ours_is_kept_apart() -> None:
     assert (found["_op_"], found["_seq__"], found[change.BEFORE]) == ("k", "*", {"_op_": "k", "_seq__": "*"})
 
 
-def test_decimals_come_out_of_arithmetic_exactly() -> None:
+def test_arithmetic_on_decimals_is_exact() -> None:
     rows = batch(changed(INSERT, person(1, None, "0.10")))
     found = plan_of(Compute(column="tax", expression="amount * 0.19", type="decimal(20,4)")).apply(rows).batches
     assert values(found, "tax") == [(Decimal("0.0190"),)]
 
 
-def test_a_load_says_when_rows_are_set_aside() -> None:
+def test_a_failing_load_says_when_rows_become_dead_letters() -> None:
     rule = Cast(columns=("mail",), to="int32", on_error="dead-letter")
     data = pa.RecordBatch.from_pylist([person(1, "no number")], pa.schema(PEOPLE.row_fields()))
     with pytest.raises(TransformFailed) as raised:
@@ -468,7 +468,7 @@ def test_a_load_says_when_rows_are_set_aside() -> None:
 
 
 @pytest.mark.parametrize("given", [None, 3, [], pa.RecordBatch.from_pylist([{"mail": "m"}])], ids=type)
-def test_what_is_no_batch_is_refused(given: Any) -> None:
+def test_a_value_that_is_not_a_batch_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="not a change batch") as raised:
         plan_of(Null(columns=("mail",))).apply(given)
     assert "batch_of" in raised.value.hint
@@ -476,7 +476,7 @@ def test_what_is_no_batch_is_refused(given: Any) -> None:
         plan_of(Null(columns=("mail",))).transformed_schema(given)
 
 
-def test_a_failure_at_a_row_without_a_position_names_none() -> None:
+def test_a_failure_at_a_row_without_a_position_has_no_position() -> None:
     injected = batch(changed(Operation.INSERT, person(1, "m", "1", "DE")))
     place = injected.data.schema.get_field_index(change.POSITION)
     injected = replace(injected, data=injected.data.set_column(place, change.POSITION, pa.array([""])))
@@ -485,7 +485,7 @@ def test_a_failure_at_a_row_without_a_position_names_none() -> None:
     assert "position" not in raised.value.fields
 
 
-def test_a_rule_that_keeps_every_column_there_is_concerns_the_table() -> None:
+def test_an_include_that_keeps_every_column_counts_as_matched() -> None:
     plan = plan_of(Include(name="all", columns=("*",)), Exclude(name="none", columns=("zap*",)))
     given = batch(changed(Operation.INSERT, person(1, "m", "1", "DE")))
     assert only(plan.apply(given).batches) == only([given])

@@ -1,4 +1,4 @@
-"""The loop with rules in it: a window that a rule halts at is passed by nothing, and one that is filtered away is."""
+"""The loop with rules: nothing passes a halted window, and filtered windows are passed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def until(reached: Callable[[], bool]) -> Callable[[], bool]:
 
 @dataclass(frozen=True)
 class Ruled:
-    """A source as the rules show it."""
+    """A source seen through rules."""
 
     source: MemoryCapture
     plan: TransformPlan
@@ -95,7 +95,7 @@ def test_lesson_1_nothing_passes_a_window_that_a_rule_halted_at(source: MemoryCa
     log.close()
 
 
-def test_lesson_1_a_stream_that_a_rule_halted_is_done_with() -> None:
+def test_lesson_1_a_stream_that_a_rule_halted_is_finished() -> None:
     source = MemoryCapture(part_rows_max=1)
     commit(source, (1, "x"), (2, "2"), (3, "3"))  # read on, it would begin in the middle
     stream = TransformedStream(source.live(ZERO), plan_of(NUMBERS))
@@ -104,7 +104,7 @@ def test_lesson_1_a_stream_that_a_rule_halted_is_done_with() -> None:
             stream.read(ZERO, 0.0)
 
 
-def test_windows_of_which_nothing_is_left_are_passed_and_let_go(
+def test_windows_without_rows_left_are_passed_and_confirmed(
     source: MemoryCapture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "IDLE_SECONDS_MAX", 0.05)
@@ -120,7 +120,7 @@ def test_windows_of_which_nothing_is_left_are_passed_and_let_go(
     log.close()
 
 
-def test_a_window_that_was_left_in_its_middle_is_passed_by_nothing(source: MemoryCapture) -> None:
+def test_nothing_passes_a_window_that_was_interrupted(source: MemoryCapture) -> None:
     def impatient(rows: pa.RecordBatch) -> pa.RecordBatch:
         if rows.num_rows:
             raise KeyboardInterrupt
@@ -139,7 +139,7 @@ transactions = st.lists(st.lists(st.sampled_from(["DE", "FR"]), min_size=1, max_
 
 @settings(max_examples=300 if os.environ.get("TAILRACE_THOROUGH") else 25, deadline=None)
 @given(transactions, st.integers(1, 4), st.integers(1, 3))
-def test_transactions_in_parts_are_whole_whatever_a_filter_leaves_of_each_part(
+def test_transactions_in_parts_stay_whole_whatever_a_filter_keeps(
     given: list[list[str]], part: int, together: int
 ) -> None:
     source = MemoryCapture(window_transactions_max=together, part_rows_max=part)

@@ -1,4 +1,4 @@
-"""The guide to transforms shows code and settings that work as they stand there."""
+"""The code and settings in the guide to transforms work as shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GUIDE = (Path(__file__).parents[3] / "docs" / "guides" / "transforms.md").read_t
 FRAME = "name: shop\nsource: {url: postgresql://a@h/d, tables: ['public.*']}\nlog: ./changes\ntables: {path: ./lake}\n"
 
 
-def test_the_program_of_the_guide_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guides_program_prints_the_shown_output(capsys: pytest.CaptureFixture[str]) -> None:
     program, said = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", GUIDE, re.DOTALL)[0]
     exec(compile(program, "transforms.md", "exec"), {})
     assert capsys.readouterr().out == said
@@ -26,7 +26,7 @@ def test_the_function_of_the_guide_works(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "[{'email': 'example.org'}]\n"
 
 
-def test_the_settings_of_the_guide_are_sound(tmp_path: Path) -> None:
+def test_the_guides_settings_are_valid(tmp_path: Path) -> None:
     kinds = []
     for block in re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL):
         file = tmp_path / "tailrace.yaml"
@@ -36,7 +36,7 @@ def test_the_settings_of_the_guide_are_sound(tmp_path: Path) -> None:
     assert kinds == [["mask", "encrypt", "filter", "exclude"], ["route", "route", "route", "outbox"]]
 
 
-def test_the_guide_tells_of_every_rule() -> None:
+def test_the_guide_has_every_rule() -> None:
     table = GUIDE.partition("## What there is")[2].partition("Types are")[0]
     named = " ".join(re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE))
     assert set(re.findall(r"`(\w+)`", named)) - {"do"} == set(RULE_TYPES)

@@ -1,4 +1,4 @@
-"""What rules do to one column, against the same in plain Python."""
+"""Work on single columns equals the same work in plain Python."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def masked(text: str | None, first: int, last: int) -> str | None:
 
 @settings(max_examples=100, deadline=None)
 @given(texts | plain_texts, st.integers(0, 4), st.integers(0, 4), st.integers(0, 3))
-def test_a_mask_leaves_the_ends_and_never_a_whole_text(
+def test_a_mask_leaves_the_ends_and_never_a_whole_string(
     given: list[str | None], first: int, last: int, begin: int
 ) -> None:
     made = column_values.mask(pa.array(given, pa.string()).slice(begin), first, last, "*")
@@ -36,7 +36,7 @@ def test_a_mask_leaves_the_ends_and_never_a_whole_text(
 
 
 @pytest.mark.parametrize("text", ["plain", "größer"])
-def test_what_stands_for_a_character_may_be_longer_than_a_byte(text: str) -> None:
+def test_a_mask_character_may_be_longer_than_a_byte(text: str) -> None:
     assert column_values.mask(pa.array([text, None, ""]), 1, 1, "•").to_pylist() == [
         text[0] + "•" * (len(text) - 2) + text[-1],
         None,
@@ -46,7 +46,7 @@ def test_what_stands_for_a_character_may_be_longer_than_a_byte(text: str) -> Non
 
 @settings(max_examples=50, deadline=None)
 @given(texts, st.integers(0, 6))
-def test_texts_are_cut_by_characters(given: list[str | None], length: int) -> None:
+def test_strings_are_cut_by_characters(given: list[str | None], length: int) -> None:
     made = column_values.truncate(pa.array(given, pa.string()), length)
     assert made.to_pylist() == [None if text is None else text[:length] for text in given]
 
@@ -55,11 +55,11 @@ def test_binaries_are_cut_by_bytes() -> None:
     assert column_values.truncate(pa.array([b"abc", None, b""]), 2).to_pylist() == [b"ab", None, b""]
 
 
-def test_numbers_are_masked_as_their_text() -> None:
+def test_numbers_are_masked_as_strings() -> None:
     assert column_values.mask(pa.array([12345, None]), 0, 2, "#").to_pylist() == ["###45", None]
 
 
-def test_one_text_stands_for_every_value_and_null_stays_null() -> None:
+def test_redact_replaces_every_value_by_one_text_and_null_stays_null() -> None:
     assert column_values.redact(pa.array([[1], None, []]), "-").to_pylist() == ["-", None, "-"]
 
 
@@ -90,29 +90,27 @@ INFINITE = float("inf")
     (pa.array([0, 1, 2, None]), pa.bool_(), [False, True, None, None]),
     (pa.array([-1, 1, 86_400_000_000]), pa.time64("us"), [None, time(0, 0, 0, 1), None]),
 ])  # fmt: skip
-def test_what_arrow_would_make_something_else_of_does_not_fit(
-    given: pa.Array, kind: pa.DataType, wanted: list[object]
-) -> None:
+def test_values_that_arrow_would_change_do_not_fit(given: pa.Array, kind: pa.DataType, wanted: list[object]) -> None:
     made, faults = column_values.cast(given, kind)
     assert made.to_pylist() == wanted
     lost = [value is not None and kept is None for value, kept in zip(given.to_pylist(), wanted, strict=True)]
     assert [fault.rows.tolist() for fault in faults] == [lost]
 
 
-def test_not_a_number_is_one_in_any_float() -> None:
+def test_nan_casts_to_any_float() -> None:
     made, faults = column_values.cast(pa.array([float("nan")]), pa.float32())
     assert (str(made[0]), faults) == ("nan", ())
 
 
 @pytest.mark.parametrize("value", [1.5, Decimal("1.5"), "1.5", 2**31, True, Decimal("1e999999999")])
-def test_a_value_that_is_set_is_not_cut_off(value: Decimal | float | str | bool) -> None:
+def test_a_set_value_is_not_truncated(value: Decimal | float | str | bool) -> None:
     given = Decimal(str(value)) if isinstance(value, float) else value
     with pytest.raises(ConfigError, match="value is not of the type int32"):
         column_values.to_scalar(given, pa.int32())
     assert column_values.to_scalar(Decimal("2.0"), pa.int32()).as_py() == 2
 
 
-def test_a_number_that_no_column_of_its_own_accord_can_hold_wants_a_type() -> None:
+def test_a_number_that_fits_no_default_type_needs_a_type() -> None:
     with pytest.raises(ConfigError, match="fits no column type") as raised:
         column_values.to_scalar(2**70, None)
     assert "decimal(38, 0)" in raised.value.hint
@@ -120,6 +118,6 @@ def test_a_number_that_no_column_of_its_own_accord_can_hold_wants_a_type() -> No
 
 
 @pytest.mark.parametrize("name", ["varchar", "decimal(39,2)", "decimal(3,5)", ""])
-def test_a_type_that_is_none_is_refused(name: str) -> None:
+def test_an_unknown_type_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="is not a type"):
         column_values.parse_type(name)

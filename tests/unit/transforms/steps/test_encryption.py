@@ -1,4 +1,4 @@
-"""Encrypted columns: what comes out is ciphertext or nothing, and only the right key, table and column open it."""
+"""Encrypted columns: ciphertext or nothing, and only the right key, table and column decrypt it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.transforms import KEYS, PEOPLE, batch, changed, only, person,
 
 SECRET = "ann@example.org"
 FORMAT_1 = "01036e65770a4f970fcf3fee523a9f30097e9e039ec9343f8bea13fecae485cbf11a441f7db6356b726ba49872dfd899"
-"""The same, as format 1 has sealed it."""
+"""The same value, encrypted by format 1."""
 INSERT, UPDATE = Operation.INSERT, Operation.UPDATE
 ENCRYPT = Encrypt(name="seal", columns=("mail",), key="new")
 
@@ -50,7 +50,7 @@ def test_null_stays_null() -> None:
     assert sealed(None).data.column("mail").to_pylist() == [None]
 
 
-def test_a_value_says_which_key_opens_it_so_keys_can_be_rotated() -> None:
+def test_a_value_has_its_key_id_so_keys_can_be_rotated() -> None:
     rows = [sealed(key=key).data for key in ("old", "new")]
     assert [row.column("mail")[0].as_py()[2:5] for row in rows] == [b"old", b"new"]
     both = [changed(INSERT, {**person(1), "mail": row.column("mail")[0].as_py()}) for row in rows]
@@ -67,7 +67,7 @@ def test_a_ciphertext_is_bound_to_its_table_and_column() -> None:
         plan_of(Decrypt(columns=("mail",), of_table="public.others")).apply(sealed())
 
 
-def test_the_parts_of_a_tables_name_are_kept_apart() -> None:
+def test_schema_and_name_of_a_table_are_bound_separately() -> None:
     """`a.b`.`c` is not `a`.`b.c`."""
     there, elsewhere = (replace(PEOPLE, table=TableId(*names)) for names in (("a.b", "c"), ("a", "b.c")))
     made = plan_of(ENCRYPT).apply(batch(changed(INSERT, person(1, SECRET)), schema=there)).batches[0]
@@ -78,7 +78,7 @@ def test_the_parts_of_a_tables_name_are_kept_apart() -> None:
     assert opened(moved, Decrypt(columns=("mail",), of_table="a.b.c")) == [SECRET], "who names both may mean either"
 
 
-def test_what_format_1_has_sealed_is_still_read() -> None:
+def test_values_of_format_1_are_still_decrypted() -> None:
     made = sealed()
     row = changed(INSERT, {**person(1), "mail": bytes.fromhex(FORMAT_1)})
     assert opened(batch(row, schema=made.schema), Decrypt(columns=("mail",))) == [SECRET]
@@ -87,7 +87,7 @@ def test_what_format_1_has_sealed_is_still_read() -> None:
 
 
 @pytest.mark.parametrize("broken", [b"", b"\x02", b"\x03" + b"x" * 60, b"\x02\x03zzz" + b"x" * 60])
-def test_what_was_tampered_with_does_not_come_through(broken: bytes) -> None:
+def test_a_tampered_value_is_not_decrypted(broken: bytes) -> None:
     made = sealed()
     row = changed(INSERT, {**person(1), "mail": broken})
     rule = Decrypt(name="open", columns=("mail",), on_error="dead-letter")
@@ -99,7 +99,7 @@ def test_what_was_tampered_with_does_not_come_through(broken: bytes) -> None:
 
 
 class Failing:
-    """A cipher that fails at some values, as one does whose device is gone."""
+    """A cipher that fails at some values, like one whose device is gone."""
 
     def __init__(self, cipher: Cipher, failing: set[int]) -> None:
         self._cipher, self._failing, self._count = cipher, failing, 0
@@ -115,7 +115,7 @@ class Failing:
 
 
 class Ring(Keyring):
-    """Keys whose ciphers fail."""
+    """A keyring with failing ciphers."""
 
     def __init__(self, failing: set[int]) -> None:
         super().__init__({"new": KeySource(env="NEW")}, KEYS)
@@ -139,7 +139,7 @@ def test_lesson_7_a_failing_encryption_halts_and_never_emits_plaintext() -> None
         assert raised.value.__cause__ is None
 
 
-def test_lesson_7_a_failing_encryption_sets_the_row_aside_and_never_emits_plaintext() -> None:
+def test_lesson_7_a_failing_encryption_makes_a_dead_letter_and_never_emits_plaintext() -> None:
     rule = ENCRYPT.model_copy(update={"on_error": "dead-letter"})
     rows = batch(*(changed(INSERT, person(number, SECRET)) for number in range(4)))
     applied = failing_plan(rule, 2).apply(rows)
@@ -150,7 +150,7 @@ def test_lesson_7_a_failing_encryption_sets_the_row_aside_and_never_emits_plaint
     assert len(plan_of(rule).apply(applied.dead_letters[0].batch).batches[0]) == 1
 
 
-def test_lesson_7_a_marked_row_has_null_and_the_rules_name_in_the_place_of_the_value() -> None:
+def test_lesson_7_a_marked_row_has_null_and_the_rules_name_instead_of_the_value() -> None:
     rule = ENCRYPT.model_copy(update={"on_error": "dead-letter"})
     found = failing_plan(rule, 1).apply_marking(batch(changed(INSERT, person(1, SECRET, "5"))))
     row = only(found)[0]
@@ -161,14 +161,14 @@ def test_lesson_7_a_marked_row_has_null_and_the_rules_name_in_the_place_of_the_v
 
 
 @pytest.mark.parametrize("text", ["", "00", "zz" * 32, "é" * 32])
-def test_a_key_that_is_none_is_refused_and_never_shown(text: str) -> None:
+def test_an_invalid_key_is_refused_and_never_shown(text: str) -> None:
     ring = Keyring({"main": KeySource(env="KEY")}, {"KEY": text})
     with pytest.raises(ConfigError, match="not 32 bytes") as raised:
         ring.key("main")
     assert not text or text not in str(raised.value)
 
 
-def test_a_key_may_lie_in_a_file(tmp_path: Path) -> None:
+def test_a_key_may_be_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("ERERERERERERERERERERERERERERERERERERERERERE=\n")
     assert Keyring({"main": KeySource(file=file)}).key("main") == b"\x11" * 32

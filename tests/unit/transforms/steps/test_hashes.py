@@ -1,4 +1,4 @@
-"""Digests of columns are those of the standard library, value for value."""
+"""Digests of columns equal those of the standard library, value by value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ texts = st.lists(st.none() | st.text(max_size=200), max_size=30)
 
 @settings(max_examples=60, deadline=None)
 @given(texts, st.integers(0, 3))
-def test_digests_of_texts_are_those_of_hashlib(given: list[str | None], skipped: int) -> None:
+def test_digests_of_strings_equal_those_of_hashlib(given: list[str | None], skipped: int) -> None:
     column = pa.array(given, pa.string()).slice(min(skipped, len(given)))
     wanted = [None if text is None else hashlib.sha256(text.encode()).hexdigest() for text in column.to_pylist()]
     assert sha256(column).to_pylist() == wanted
@@ -29,7 +29,7 @@ def test_digests_of_texts_are_those_of_hashlib(given: list[str | None], skipped:
 
 @settings(max_examples=60, deadline=None)
 @given(texts, st.sampled_from([SECRET, LONG, b""]))
-def test_codes_of_texts_are_those_of_hmac(given: list[str | None], secret: bytes) -> None:
+def test_codes_of_strings_equal_those_of_hmac(given: list[str | None], secret: bytes) -> None:
     wanted = [None if text is None else hmac.new(secret, text.encode(), "sha256").hexdigest() for text in given]
     assert hmac_sha256(pa.array(given, pa.string()), secret).to_pylist() == wanted
 
@@ -42,7 +42,7 @@ def test_every_padding_is_right(size: int) -> None:
     assert hmac_sha256(column, SECRET).to_pylist() == [hmac.new(SECRET, data, "sha256").hexdigest()]
 
 
-def test_other_types_are_hashed_as_their_text() -> None:
+def test_other_types_are_hashed_as_strings() -> None:
     for value, kind, text in [
         (7, pa.int64(), "7"),
         (Decimal("1.50"), pa.decimal128(5, 2), "1.50"),
@@ -52,7 +52,7 @@ def test_other_types_are_hashed_as_their_text() -> None:
         assert sha256(pa.array([value, None], kind)).to_pylist() == [hashlib.sha256(text.encode()).hexdigest(), None]
 
 
-def test_what_comes_out_is_a_sound_column() -> None:
+def test_the_result_is_a_valid_column() -> None:
     made = sha256(pa.array(["a", None, "b"]))
     made.validate(full=True)
     assert made.type == pa.string()

@@ -1,4 +1,4 @@
-"""Rows sent to other tables, and rows without what makes them changes."""
+"""Rows sent to other tables, and plain rows made of changes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def by_table(batches: tuple[ChangeBatch, ...]) -> dict[str, ChangeBatch]:
     return {str(batch.schema.table): batch for batch in batches}
 
 
-def test_a_table_gets_another_name() -> None:
+def test_a_route_without_a_condition_renames_the_table() -> None:
     found = plan_of(Route(to="lake.{schema}_{table}")).apply(batch(changed(INSERT, person(1)))).batches
     assert found[0].schema.table == TableId("lake", "public_people")
     assert found[0].schema.relation == PEOPLE.relation
 
 
-def test_rows_go_to_the_table_that_a_condition_says_and_move_between_them() -> None:
+def test_rows_go_to_the_table_of_their_condition_and_move_between_tables() -> None:
     rows = batch(
         changed(INSERT, person(1, None, None, "DE")),
         changed(INSERT, person(2, None, None, "FR")),
@@ -53,7 +53,7 @@ def test_rows_go_to_the_table_that_a_condition_says_and_move_between_them() -> N
     assert found["public.germans"].schema.relation != PEOPLE.relation
 
 
-def test_rows_that_went_two_ways_are_numbered_apart() -> None:
+def test_rows_of_two_targets_have_different_numbers() -> None:
     was, now = person(1, None, None, "DE"), person(1, None, None, "FR")
     rows = batch(changed(UPDATE, now, before=was), changed(INSERT, person(2)))
     window = Window(start=Lsn(1), end=Lsn(5), batches=(rows,), transactions=1, rows=2)
@@ -67,7 +67,7 @@ def message(number: str, kind: str | None) -> dict[str, str | None]:
     return {"id": number, "aggregatetype": kind, "aggregateid": "a", "payload": "{}"}
 
 
-def test_an_outbox_sends_each_message_where_its_type_says() -> None:
+def test_an_outbox_sends_each_message_to_the_table_of_its_type() -> None:
     rows = batch(
         changed(INSERT, message("1", "order")),
         changed(DELETE, {"id": "1"}),
@@ -83,14 +83,14 @@ def test_an_outbox_sends_each_message_where_its_type_says() -> None:
     assert found["events.bill"].schema.names == ["id", "aggregateid", "payload"]
 
 
-def test_a_message_without_a_type_is_set_aside() -> None:
+def test_a_message_without_a_type_becomes_a_dead_letter() -> None:
     rows = batch(changed(INSERT, message("1", None)), changed(INSERT, message("2", "bill")), schema=OUTBOX)
     applied = plan_of(Outbox(name="box", on_error="dead-letter")).apply(rows)
     assert list(by_table(applied.batches)) == ["outbox.bill"]
     assert [(letter.rule, len(letter.batch)) for letter in applied.dead_letters] == [("box", 1)]
 
 
-def test_a_message_without_a_type_halts_and_says_which_rule() -> None:
+def test_a_message_without_a_type_halts_and_names_the_rule() -> None:
     rows = batch(changed(INSERT, message("1", "bill")), changed(INSERT, message("2", None)), schema=OUTBOX)
     with pytest.raises(TransformFailed, match="box"):
         plan_of(Outbox(name="box")).apply(rows)
@@ -99,7 +99,7 @@ def test_a_message_without_a_type_halts_and_says_which_rule() -> None:
 SOME = Outbox(name="box", to="events.{type}", when="payload != '' and aggregateid != 'test'")
 
 
-def test_rows_of_an_outbox_that_a_condition_is_not_true_of_are_no_messages() -> None:
+def test_outbox_rows_for_which_the_condition_is_false_are_no_messages() -> None:
     given = [message("1", "order"), message("2", "order") | {"payload": ""}, message("3", "bill"), message("4", None)]
     given += [message("5", "bill") | {"aggregateid": "test"}, message("6", None) | {"payload": None}]
     rows = batch(*(changed(INSERT, row) for row in given[:3] + given[4:]), schema=OUTBOX)
@@ -114,7 +114,7 @@ def test_rows_of_an_outbox_that_a_condition_is_not_true_of_are_no_messages() -> 
         plan_of(SOME).apply(batch(changed(INSERT, given[3]), schema=OUTBOX))
 
 
-def test_a_message_of_which_nobody_can_say_whether_it_is_one_is_set_aside() -> None:
+def test_an_undecidable_message_becomes_a_dead_letter() -> None:
     odd = changed(INSERT, message("1", "order"), unfit={"payload": "x"})
     applied = plan_of(SOME.model_copy(update={"on_error": "dead-letter"})).apply(
         batch(odd, changed(INSERT, message("2", "order")), schema=OUTBOX)
@@ -123,7 +123,7 @@ def test_a_message_of_which_nobody_can_say_whether_it_is_one_is_set_aside() -> N
     assert [(letter.rule, len(letter.batch)) for letter in applied.dead_letters] == [("box", 1)]
 
 
-def test_another_condition_of_an_outbox_makes_another_shape_of_its_tables() -> None:
+def test_another_condition_of_an_outbox_changes_the_schema_of_its_tables() -> None:
     order, other = TableId("events", "order"), SOME.model_copy(update={"when": "payload != ''"})
     plain = SOME.model_copy(update={"when": None})
     shapes = [plan_of(rule).transformed_schema(OUTBOX, order) for rule in (SOME, other, plain)]
@@ -133,7 +133,7 @@ def test_another_condition_of_an_outbox_makes_another_shape_of_its_tables() -> N
     )
 
 
-def test_a_row_that_a_rule_has_failed_at_is_one_letter_though_it_could_go_to_two_tables() -> None:
+def test_a_failed_row_is_one_dead_letter_although_it_could_go_to_two_tables() -> None:
     numbers = Cast(name="numbers", columns=("mail",), to="int32", on_error="dead-letter")
     rows = batch(changed(INSERT, person(1, "7")), changed(INSERT, person(2, "odd")))
     for when in ("mail > 5", "mail is None"):
@@ -155,7 +155,7 @@ def test_unwrapped_rows_have_no_old_ones_and_no_deletes() -> None:
     assert [(row["op"], row["mail"], row.get(change.BEFORE)) for row in only(found)] == [("update", "b", None)]
 
 
-def test_deletes_are_marked_and_leave_what_was_not_told_alone() -> None:
+def test_marked_deletes_leave_unsent_values_unchanged() -> None:
     come, told = changed(INSERT, person(1, "a")), changed(DELETE, person(2, "x"))
     found = only(plan_of(Unwrap(deletes="mark")).apply(batch(come, told)).batches)
     assert [(row[change.OP], row["deleted"], row["mail"]) for row in found] == [
@@ -198,7 +198,7 @@ def test_only_some_deletes_are_marked() -> None:
     assert change.UNCHANGED not in found[2]
 
 
-def test_whether_a_delete_is_unwrapped_must_be_told_by_what_is_sent_of_it() -> None:
+def test_unwrap_needs_a_condition_on_columns_that_deletes_have() -> None:
     bare = replace(PEOPLE, identity=Identity.KEY)
     with pytest.raises(RuleInvalid, match="does not send of a deleted row") as raised:
         plan_of(Unwrap(when="country == 'DE'")).transformed_schema(bare)
@@ -208,7 +208,7 @@ def test_whether_a_delete_is_unwrapped_must_be_told_by_what_is_sent_of_it() -> N
     assert found.data.column("id").to_pylist() == [1]
 
 
-def test_a_row_of_which_the_condition_cannot_be_computed_is_set_aside_as_it_came() -> None:
+def test_an_undecidable_row_becomes_a_dead_letter_as_it_was_sent() -> None:
     rule = Unwrap(name="plain", deletes="mark", when="1 / (id - 1) == 1", on_error="dead-letter")
     rows = batch(changed(DELETE, GERMAN), changed(DELETE, FRENCH))
     applied = plan_of(rule).apply(rows)
@@ -218,13 +218,13 @@ def test_a_row_of_which_the_condition_cannot_be_computed_is_set_aside_as_it_came
     ]
 
 
-def test_a_delete_that_a_rule_has_failed_at_is_heard_of_though_deletes_go_unsaid() -> None:
+def test_a_failed_delete_is_reported_although_deletes_are_dropped() -> None:
     numbers = Cast(name="numbers", columns=("mail",), to="int32")
     with pytest.raises(TransformFailed, match="numbers"):
         plan_of(numbers, Unwrap()).apply(batch(changed(DELETE, person(1, "odd"))))
 
 
-def test_a_marker_that_is_there_already_is_refused() -> None:
+def test_a_marker_with_the_name_of_a_column_is_refused() -> None:
     with pytest.raises(RuleInvalid, match="exists already"):
         plan_of(Unwrap(deletes="mark", marker="mail")).transformed_schema(PEOPLE)
 

@@ -1,4 +1,4 @@
-"""Only some rows: what enters is an insert, what leaves a delete, and windows stay densely numbered.
+"""Filters: a row that enters is an insert, one that leaves a delete, and numbers have no gap.
 
 The oracle is a table: applying the filtered changes must leave what filtering the applied changes leaves.
 """
@@ -40,7 +40,7 @@ def fr(number: int) -> dict[str, Any]:
     return person(number, "m", "1", "FR")
 
 
-def test_operations_are_told_apart_wherever_a_batch_begins_and_whichever_rows_are_taken() -> None:
+def test_operations_are_recognised_wherever_a_batch_begins_and_whichever_rows_are_kept() -> None:
     kinds = [*Operation, *reversed(Operation)]
     rows = batch(*(changed(kind, de(at)) for at, kind in enumerate(kinds)))
     for begin in (0, 3, len(kinds)):
@@ -60,18 +60,18 @@ def test_operations_are_told_apart_wherever_a_batch_begins_and_whichever_rows_ar
     st.lists(st.sampled_from(["", "a", "aa", "ab"]) | st.none(), max_size=6) | st.lists(st.just("0/1A"), max_size=6),
     st.integers(0, 2),
 )
-def test_texts_are_one_only_if_all_of_them_are_the_same(given: list[str | None], begin: int) -> None:
+def test_strings_are_constant_only_if_all_are_equal(given: list[str | None], begin: int) -> None:
     left = given[begin:]
     assert is_constant(pa.array(given, pa.string()).slice(begin)) == (None not in left and len(set(left)) == 1)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([7, 8]) | st.none(), max_size=5), st.sampled_from([pa.int32(), pa.int64()]))
-def test_numbers_are_one_only_if_all_of_them_are_the_same(given: list[int | None], kind: pa.DataType) -> None:
+def test_numbers_are_constant_only_if_all_are_equal(given: list[int | None], kind: pa.DataType) -> None:
     assert is_constant(pa.array(given, kind)) == (None not in given and len(set(given)) == 1)
 
 
-def test_a_few_rows_that_are_left_do_not_hold_the_memory_of_all() -> None:
+def test_a_few_kept_rows_do_not_hold_the_memory_of_all() -> None:
     rows = open_batch(batch(*(changed(INSERT, de(number)) for number in range(1000))))
     whole = rows.metadata[change.OP].buffers()[2].size
     rows.take(np.arange(1000) < 10)
@@ -88,13 +88,13 @@ def test_an_update_that_enters_is_an_insert() -> None:
     assert (row[change.OP], row["country"], row.get(change.BEFORE)) == ("insert", "DE", None)
 
 
-def test_where_the_old_row_is_not_told_a_row_that_is_unwanted_is_deleted_by_its_key() -> None:
+def test_an_unwanted_row_without_its_old_row_is_deleted_by_its_key() -> None:
     gone, stays = filtered(changed(UPDATE, fr(1)), changed(UPDATE, de(2)))
     assert (gone[change.OP], gone["id"], gone["country"], gone["mail"]) == ("delete", 1, None, None)
     assert (stays[change.OP], stays["id"]) == ("update", 2)
 
 
-def test_what_never_was_wanted_leaves_no_trace() -> None:
+def test_a_row_that_was_never_wanted_leaves_no_trace() -> None:
     assert not filtered(
         changed(INSERT, fr(1)),
         changed(UPDATE, fr(1), before=fr(1)),
@@ -103,12 +103,12 @@ def test_what_never_was_wanted_leaves_no_trace() -> None:
     )
 
 
-def test_deletes_of_which_only_the_key_is_told_and_truncates_go_through() -> None:
+def test_truncates_and_deletes_with_only_a_key_pass_a_filter() -> None:
     found = filtered(changed(DELETE, person(1)), changed(TRUNCATE, person(0)))
     assert [row[change.OP] for row in found] == ["delete", "truncate"]
 
 
-def test_a_condition_on_the_key_alone_is_known_of_deletes_too() -> None:
+def test_a_condition_on_the_key_alone_decides_deletes_too() -> None:
     rule = Filter(where="id > 5")
     assert [row["id"] for row in filtered(changed(DELETE, person(1)), changed(DELETE, person(9)), rule=rule)] == [9]
 
@@ -132,7 +132,7 @@ def test_a_filter_on_a_value_that_was_not_sent_fails() -> None:
     ],
     ids=["where", "when", "both"],
 )
-def test_a_condition_that_cannot_be_computed_of_a_row_fails_at_that_row_alone(rule: Rule) -> None:
+def test_a_condition_that_cannot_be_computed_for_a_row_fails_only_there(rule: Rule) -> None:
     rows = batch(*(changed(INSERT, person(number, "secret-mail", "1", "DE")) for number in (1, 2, 7, 7 * 10**12, 4)))
     with pytest.raises(TransformFailed) as raised:
         plan_of(rule).apply(rows)
@@ -143,7 +143,7 @@ def test_a_condition_that_cannot_be_computed_of_a_row_fails_at_that_row_alone(ru
     assert len(applied.batches[0]) == 4
 
 
-def test_a_filter_with_a_condition_concerns_only_rows_of_which_it_is_true() -> None:
+def test_a_filter_with_a_condition_applies_only_where_it_is_true() -> None:
     rule = Filter(where="amount > 5", when="country == 'DE'")
     rows = [
         changed(INSERT, person(number, None, amount, country))
@@ -168,7 +168,7 @@ def test_rows_of_a_window_are_numbered_without_a_gap() -> None:
     assert found.batches[0].data.column(change.TX_INDEX).to_pylist() == [1, 3]
 
 
-def test_a_window_of_which_nothing_is_left_still_moves_the_position() -> None:
+def test_a_window_without_rows_left_still_moves_the_position() -> None:
     given = Window(start=Lsn(1), end=Lsn(9), batches=(batch(changed(INSERT, fr(1))),), transactions=1, rows=1)
     found = plan_of(GERMANS).transform_window(given)
     assert found is not None
@@ -182,7 +182,7 @@ steps = st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["DE", "FR", None]
 
 
 def history(given: list[tuple[int, str | None, str]], *, full: bool) -> tuple[list[dict[str, Any]], dict[int, Row]]:
-    """The changes that a source would tell of these steps, and the table after them."""
+    """Return the changes that a source would send for these steps, and the table after them."""
     table: dict[int, Row] = {}
     told: list[dict[str, Any]] = []
     for number, country, what in given:
@@ -204,7 +204,7 @@ def history(given: list[tuple[int, str | None, str]], *, full: bool) -> tuple[li
 
 
 def applied(batches: tuple[ChangeBatch, ...]) -> dict[int, Row]:
-    """The table that a lake has after the changes; a change that a true mirror could not take is a mistake."""
+    """Return the table after the changes; fail at a change that a true mirror could not apply."""
     table: dict[int, Row] = {}
     for row in only(batches) if batches else []:
         values = {name: row[name] for name in ("id", "mail", "country")}
@@ -241,7 +241,7 @@ def test_filtering_changes_leaves_what_filtering_the_table_leaves(
 
 @settings(max_examples=50, deadline=None)
 @given(steps)
-def test_with_old_rows_told_every_change_fits_the_table_it_comes_to(given: list[tuple[int, str | None, str]]) -> None:
+def test_with_old_rows_sent_every_change_fits_its_target_table(given: list[tuple[int, str | None, str]]) -> None:
     told, _ = history(given, full=True)
     found = plan_of(GERMANS).apply(batch(*told)).batches if told else ()
     there: set[int] = set()
@@ -263,7 +263,7 @@ def test_values_helper_is_of_one_batch() -> None:
     assert values(plan_of(GERMANS).apply(batch(changed(INSERT, de(1)))).batches, "id") == [(1,)]
 
 
-def test_a_row_that_a_rule_has_failed_at_is_set_aside_whatever_a_filter_behind_it_says() -> None:
+def test_a_failed_row_becomes_a_dead_letter_whatever_a_later_filter_decides() -> None:
     numbers = Cast(name="numbers", columns=("mail",), to="int32", on_error="dead-letter")
     rows = batch(changed(INSERT, person(1, "7")), changed(INSERT, person(2, "odd")), changed(UPDATE, person(3, "odd")))
     for where in ("mail > 5", "id == 1"):
@@ -274,7 +274,7 @@ def test_a_row_that_a_rule_has_failed_at_is_set_aside_whatever_a_filter_behind_i
 
 
 @pytest.mark.parametrize("where", ["mail > 5", "id == 1"])
-def test_a_rule_that_halts_does_so_whatever_a_filter_behind_it_says(where: str) -> None:
+def test_a_rule_halts_whatever_a_later_filter_decides(where: str) -> None:
     plan = plan_of(Cast(name="numbers", columns=("mail",), to="int32"), Filter(where=where))
     with pytest.raises(TransformFailed, match="numbers"):
         plan.apply(batch(changed(INSERT, person(1, "7")), changed(INSERT, person(2, "odd"))))
