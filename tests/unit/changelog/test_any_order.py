@@ -299,7 +299,7 @@ class Story:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_in_whatever_order_a_log_is_written_sealed_joined_cleaned_trimmed_and_read(quick: Path, seed: int) -> None:
+def test_every_reader_gets_each_row_once_in_any_order_of_work(quick: Path, seed: int) -> None:
     story = Story(quick, seed)
     story.play(STEPS)
     story.end()

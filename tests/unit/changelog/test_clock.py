@@ -50,7 +50,7 @@ def test_a_commit_is_never_older_than_the_one_before_it(diary: Diary, jump: Jump
     assert written[-1] - written[-2] > 0.9 * DAY * 1e6, "and it goes on with the clock once that is ahead again"
 
 
-def test_what_was_written_while_the_clock_jumped_is_sealed_joined_and_read(diary: Diary, jump: Jump) -> None:
+def test_commits_written_while_the_clock_jumped_are_sealed_merged_and_read(diary: Diary, jump: Jump) -> None:
     for step, seconds in enumerate((0.0, -DAY, 2 * DAY, -3 * DAY)):
         jump(seconds)
         diary.commit(inserts(step))
@@ -63,7 +63,9 @@ def test_what_was_written_while_the_clock_jumped_is_sealed_joined_and_read(diary
 
 
 @pytest.mark.parametrize("days", [-1, -400])
-def test_nothing_that_was_replaced_goes_before_its_time(diary: Diary, jump: Jump, days: float) -> None:
+def test_replaced_files_are_kept_for_the_grace_period_when_the_clock_jumps(
+    diary: Diary, jump: Jump, days: float
+) -> None:
     for key in range(3):
         diary.commit(inserts(key))
     seal(diary.path, grace_seconds=None)
@@ -79,9 +81,7 @@ def test_nothing_that_was_replaced_goes_before_its_time(diary: Diary, jump: Jump
     assert read_all(diary.path) == diary.rows()
 
 
-def test_commits_wait_to_be_sealed_as_long_as_they_should(
-    diary: Diary, jump: Jump, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seal_is_due_in_time_when_the_clock_jumps(diary: Diary, jump: Jump, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.monotonic
     keeping = MaintenancePolicy(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=1000.0)
     unsealed = UnsealedCommits(ChangeLog.open(diary.path))
@@ -94,7 +94,7 @@ def test_commits_wait_to_be_sealed_as_long_as_they_should(
     assert unsealed.is_seal_due(keeping), "the clock says it is not even written"
 
 
-def test_a_lease_is_neither_lost_nor_kept_for_ever_by_a_clock_that_jumps(tmp_path: Path, jump: Jump) -> None:
+def test_a_clock_jump_neither_loses_a_lease_nor_keeps_it_for_ever(tmp_path: Path, jump: Jump) -> None:
     record = {
         "pid": 1,
         "host": "elsewhere",

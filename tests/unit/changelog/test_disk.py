@@ -114,7 +114,7 @@ LEFT_KIB: dict[str, tuple[int, ...]] = {
 
 @as_root
 @pytest.mark.parametrize(("name", "left"), [(name, left) for name, some in LEFT_KIB.items() for left in some])
-def test_on_a_full_disk_it_is_told_and_goes_on_once_there_is_room(
+def test_a_full_disk_is_reported_and_work_continues_once_there_is_room(
     small_disk: Path, diary: Diary, name: str, left: int
 ) -> None:
     work = WORK[name]
@@ -139,7 +139,7 @@ def test_on_a_full_disk_it_is_told_and_goes_on_once_there_is_room(
 
 @as_root
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK.keys())
-def test_on_a_read_only_disk_it_is_told_and_goes_on_once_it_is_writable(
+def test_a_read_only_disk_is_reported_and_work_continues_once_it_is_writable(
     small_disk: Path, diary: Diary, work: Callable[[Diary], None]
 ) -> None:
     with read_only(small_disk):
@@ -158,7 +158,7 @@ def test_on_a_read_only_disk_it_is_told_and_goes_on_once_it_is_writable(
 
 
 @as_root
-def test_what_may_go_goes_from_a_full_disk_too_and_then_there_is_room(small_disk: Path, diary: Diary) -> None:
+def test_removable_files_are_removed_from_a_full_disk(small_disk: Path, diary: Diary) -> None:
     sealing(diary)
     before = ChangeLog.open(diary.path).files("public.things")
     fill(small_disk)
@@ -176,7 +176,7 @@ def test_what_may_go_goes_from_a_full_disk_too_and_then_there_is_room(small_disk
 
 
 @as_root
-def test_what_a_killed_writer_left_does_not_keep_the_disk_full(small_disk: Path, diary: Diary) -> None:
+def test_files_of_a_killed_writer_do_not_keep_the_disk_full(small_disk: Path, diary: Diary) -> None:
     diary.piece(bulky(20, 300_000), continues=False)
     diary.reopen()
     assert stored_files(diary.path, "big/*/*"), "nobody knew yet that it is nobody's"
@@ -190,7 +190,7 @@ def test_what_a_killed_writer_left_does_not_keep_the_disk_full(small_disk: Path,
 
 
 @as_root
-def test_a_log_is_opened_on_a_full_disk_and_goes_on_once_there_is_room(small_disk: Path, diary: Diary) -> None:
+def test_a_log_opens_on_a_full_disk_and_continues_once_there_is_room(small_disk: Path, diary: Diary) -> None:
     diary.close()
     filler = fill(small_disk)
     diary.reopen()
@@ -203,7 +203,7 @@ def test_a_log_is_opened_on_a_full_disk_and_goes_on_once_there_is_room(small_dis
 
 
 @as_root
-def test_a_log_that_cannot_be_begun_on_a_full_disk_is_begun_once_there_is_room(small_disk: Path) -> None:
+def test_a_new_log_on_a_full_disk_is_created_once_there_is_room(small_disk: Path) -> None:
     filler = fill(small_disk)
     with pytest.raises(LogFull, match="No space left") as caught:
         LogWriter(small_disk / "new", SOURCE)
@@ -213,7 +213,7 @@ def test_a_log_that_cannot_be_begun_on_a_full_disk_is_begun_once_there_is_room(s
 
 
 @as_root
-def test_a_read_only_disk_is_told(small_disk: Path) -> None:
+def test_a_read_only_disk_is_reported_with_a_hint(small_disk: Path) -> None:
     LogWriter(small_disk / "log", SOURCE).close()
     with read_only(small_disk):
         for path in (small_disk / "log", small_disk / "new"):
@@ -225,7 +225,7 @@ def test_a_read_only_disk_is_told(small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["file", "file/below"])
-def test_a_file_where_the_folder_should_be_is_told(tmp_path: Path, where: str) -> None:
+def test_a_file_instead_of_the_log_folder_is_reported(tmp_path: Path, where: str) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(LogUnusable) as caught:
         LogWriter(tmp_path / where, SOURCE)
@@ -237,7 +237,7 @@ def test_a_file_where_the_folder_should_be_is_told(tmp_path: Path, where: str) -
 
 
 @as_root
-def test_a_keeper_on_a_full_disk_makes_the_room_that_the_writer_needs(small_disk: Path) -> None:
+def test_maintenance_on_a_full_disk_makes_the_room_that_the_writer_needs(small_disk: Path) -> None:
     """Nothing but the log is on the disk: it must not fill it and stay so."""
     diary = Diary(small_disk / "log")
     diary.commit()
@@ -267,7 +267,7 @@ def test_a_keeper_on_a_full_disk_makes_the_room_that_the_writer_needs(small_disk
 
 
 @as_root
-def test_a_keeper_that_finds_no_room_stops_nobody_and_seals_when_there_is_some(
+def test_maintenance_without_room_blocks_no_writer_and_seals_once_there_is_room(
     small_disk: Path, diary: Diary, caplog: pytest.LogCaptureFixture
 ) -> None:
     keeping = MaintenancePolicy(
@@ -318,7 +318,7 @@ def go_on(diary: Diary) -> None:
 
 
 @as_root
-def test_a_disk_that_fails_loses_nothing_that_was_promised(tmp_path: Path) -> None:
+def test_a_failing_disk_loses_nothing_that_was_reported_durable(tmp_path: Path) -> None:
     """A file system on a device that can hold less than it said: what it cannot write is an error of fsync."""
     with mounted(tmp_path / "device", "-t", "tmpfs", "-o", "size=6m", "tmpfs") as device:
         image = device / "image"
@@ -412,7 +412,7 @@ def told() -> Iterator[dict[str, str]]:
 
 @as_root
 @pytest.mark.parametrize("case", CLOSED)
-def test_what_may_not_be_used_is_told_and_is_never_an_empty_log(told: dict[str, str], case: str) -> None:
+def test_a_log_without_permission_is_reported_and_never_an_empty_log(told: dict[str, str], case: str) -> None:
     assert "Permission denied" in told[case]
     assert "[log-unusable] | hint: " in told[case]
 
@@ -454,7 +454,7 @@ for number, (folder, name) in enumerate(LOST.values()):
 
 
 @as_root
-def test_whoever_loses_the_right_to_write_is_told_and_goes_on_once_it_is_back() -> None:
+def test_lost_write_permission_is_reported_and_work_continues_once_it_is_back() -> None:
     top = Path(tempfile.mkdtemp(prefix="tailrace-test-"))
     os.chown(top, NOBODY, NOBODY)
     done = subprocess.run(

@@ -56,7 +56,7 @@ def told(library: Path, *arguments: str) -> str:
         pytest.param(LINKS | NEW | Call.WRITE, errno.EROFS, True, 4, id="everything, as on a read-only disk"),
     ],
 )
-def test_whatever_fails_is_told_and_costs_nothing(
+def test_any_failing_call_is_reported_and_loses_nothing(
     library: Path, tmp_path: Path, calls: Call, error: int, lasting: bool, lives: int
 ) -> None:
     if os.environ.get("TAILRACE_TEST_FAULTS") == "all":

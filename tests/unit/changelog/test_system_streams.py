@@ -61,7 +61,7 @@ def test_each_version_is_announced_once_at_its_first_row(diary: Diary, sealed: b
     assert read_all(diary.path) == diary.rows()
 
 
-def test_a_record_has_the_place_and_the_definition_of_its_shape(diary: Diary) -> None:
+def test_a_record_has_the_offset_and_the_definition_of_its_schema(diary: Diary) -> None:
     diary.commit()
     diary.commit(inserts(1, schema=OTHER), (WIDER, [insert(2, added=True)]))
     (_, row) = rows_of(ChangeLog.open(diary.path).follow(table="schema"))
@@ -72,7 +72,7 @@ def test_a_record_has_the_place_and_the_definition_of_its_shape(diary: Diary) ->
     assert TableSchema.from_json(json.loads(row.values["definition"])) == WIDER
 
 
-def test_following_shapes_from_a_commit_and_by_name(diary: Diary) -> None:
+def test_the_schema_stream_is_followed_from_a_commit_and_by_name(diary: Diary) -> None:
     diary.commit(inserts(1))
     diary.commit(inserts(2, schema=OTHER))
     seal(diary.path)
@@ -89,7 +89,7 @@ def test_following_shapes_from_a_commit_and_by_name(diary: Diary) -> None:
     assert [row["table"] for row in glob_rows(diary.path, SCHEMA_STREAM_NUMBER)] == [1, 2]
 
 
-def test_shapes_take_no_number_of_the_rows_and_are_not_among_them(diary: Diary) -> None:
+def test_schema_records_use_no_row_numbers_and_are_not_among_the_rows(diary: Diary) -> None:
     diary.commit(inserts(1), inserts(2, schema=OTHER))
     seal(diary.path)
     diary.commit((WIDER, [insert(3)]))
@@ -134,7 +134,7 @@ def test_a_version_is_announced_once_when_its_writer_died_around_its_commit(
     assert len(announced(diary.path)) == 3
 
 
-def test_a_version_that_no_row_ever_had_is_announced_with_the_next(diary: Diary) -> None:
+def test_a_version_without_rows_is_announced_with_the_next(diary: Diary) -> None:
     """Recorded by a writer that died, for a transaction that then never came."""
     diary.commit(inserts(1))
     diary.writer._schemas.record(OTHER)
@@ -183,7 +183,7 @@ def test_messages_have_positions_in_pieces_too(diary: Diary) -> None:
     assert rows_of(ChangeLog.open(diary.path).follow(table="message")) == diary.rows(schema=MESSAGE_STREAM)
 
 
-def test_a_writer_finds_the_streams_again(diary: Diary) -> None:
+def test_a_new_writer_finds_the_streams(diary: Diary) -> None:
     diary.commit(said(("a", b"1")), inserts(1))
     diary.reopen()
     diary.commit(said(("b", b"2")), (WIDER, [insert(2)]))
@@ -191,7 +191,7 @@ def test_a_writer_finds_the_streams_again(diary: Diary) -> None:
     assert sorted(path.name for path in (diary.path / "schemas").iterdir()) == ["0", "1", "2"]
 
 
-def test_a_stream_that_has_nothing_yet_can_be_followed_already(diary: Diary) -> None:
+def test_an_empty_stream_can_be_followed(diary: Diary) -> None:
     diary.commit(inserts(1))
     log = ChangeLog.open(diary.path)
     assert list(log.follow(table="message")) == []

@@ -74,7 +74,7 @@ def test_levels_grow_like_the_digits_of_a_number(diary: Diary) -> None:
     assert_nothing_left_over(diary.path)
 
 
-def test_a_joined_seal_says_of_the_run_what_its_parts_said(diary: Diary) -> None:
+def test_a_merged_seal_adds_up_its_parts(diary: Diary) -> None:
     diary.commit()
     diary.commit((SHOP, [*move(1, 2), insert(3, unfit=("n",)), truncate()]), transactions=3)
     seal(diary.path, join=False)
@@ -97,7 +97,7 @@ def test_a_joined_seal_says_of_the_run_what_its_parts_said(diary: Diary) -> None
     assert index.commit_list(joined).commit.tolist() == [1, 2, 3, 4]
 
 
-def test_what_a_file_counts_is_counted_once_however_many_row_groups_it_had(diary: Diary) -> None:
+def test_counts_of_a_file_are_added_once_for_any_number_of_row_groups(diary: Diary) -> None:
     for part in range(2):
         for commit in range(3):
             key = part * 10 + commit
@@ -166,7 +166,7 @@ def test_small_files_are_written_again_as_one_and_large_ones_are_kept(diary: Dia
     assert_nothing_left_over(diary.path)
 
 
-def test_versions_of_a_shape_stay_in_files_of_their_own(diary: Diary) -> None:
+def test_schema_versions_stay_in_files_of_their_own(diary: Diary) -> None:
     for schema in (SHOP, SHOP, WIDER, WIDER, SHOP):
         diary.commit(inserts(diary.writer.commit, schema=schema))
         seal(diary.path, join=False)
@@ -177,7 +177,7 @@ def test_versions_of_a_shape_stay_in_files_of_their_own(diary: Diary) -> None:
 
 
 @only_on_disk
-def test_row_groups_of_joined_files_end_where_commits_end(diary: Diary) -> None:
+def test_row_groups_of_merged_files_end_where_commits_end(diary: Diary) -> None:
     for commit in range(9):
         diary.commit(inserts(*range(commit * 10, commit * 10 + 3)))
         seal(diary.path, join=False)
@@ -191,7 +191,7 @@ def test_row_groups_of_joined_files_end_where_commits_end(diary: Diary) -> None:
     assert commits == [{1, 2, 3}, {4, 5, 6}, {7, 8, 9}]
 
 
-def test_joining_splits_no_file_larger_than_it_should_be(diary: Diary) -> None:
+def test_merging_makes_no_file_larger_than_the_limit(diary: Diary) -> None:
     for commit in range(8):
         diary.commit((SHOP, [insert(commit, big=os.urandom(4000).hex())]))
         seal(diary.path, join=False)
@@ -204,14 +204,14 @@ def test_joining_splits_no_file_larger_than_it_should_be(diary: Diary) -> None:
 
 
 @pytest.mark.parametrize("limits", [SealLimits(merge_bytes=1), SealLimits(merge_seconds=-1.0)])
-def test_seals_that_would_hold_too_much_or_span_too_long_are_not_joined(diary: Diary, limits: SealLimits) -> None:
+def test_seals_that_would_be_too_large_or_span_too_long_are_not_merged(diary: Diary, limits: SealLimits) -> None:
     write_sealed(diary, 9)
     with Sealer(diary.path, limits=limits) as sealer:
         assert sealer.merge_seals().merged == 0
     assert len(runs(diary.path)) == 9
 
 
-def test_what_was_joined_stays_readable_by_those_who_looked_it_up_until_the_grace_period_is_over(diary: Diary) -> None:
+def test_merged_files_stay_readable_until_the_grace_period_is_over(diary: Diary) -> None:
     write_sealed(diary, 8)
     planned = [file for found in seals(diary.path) for file in found.files]
     seal(diary.path, grace_seconds=300)
@@ -224,7 +224,7 @@ def test_what_was_joined_stays_readable_by_those_who_looked_it_up_until_the_grac
 
 
 @only_on_disk
-def test_the_glob_shows_the_joined_file_in_place_of_its_parts_at_one_stroke(diary: Diary) -> None:
+def test_the_glob_replaces_parts_by_the_merged_file_atomically(diary: Diary) -> None:
     write_sealed(diary, 8)
     expected = glob_rows(diary.path, 2)
     assert len(expected) == 16
@@ -235,7 +235,7 @@ def test_the_glob_shows_the_joined_file_in_place_of_its_parts_at_one_stroke(diar
     assert len(list((diary.path / "cold" / "2").iterdir())) == 1
 
 
-def test_trimmed_files_do_not_come_back_when_their_seal_is_joined(diary: Diary) -> None:
+def test_trimmed_files_do_not_reappear_when_their_seal_is_merged(diary: Diary) -> None:
     write_sealed(diary, 1)
     diary.commit(inserts(5, schema=OTHER))
     seal(diary.path, join=False)
@@ -250,7 +250,7 @@ def test_trimmed_files_do_not_come_back_when_their_seal_is_joined(diary: Diary) 
     assert_nothing_left_over(diary.path)
 
 
-def test_a_damaged_file_or_list_of_commits_is_never_joined_into_a_sound_one(diary: Diary) -> None:
+def test_a_damaged_file_or_commit_list_is_never_merged(diary: Diary) -> None:
     write_sealed(diary, 8)
     third = seals(diary.path)[2]
     for path in (diary.path / third.files[1].file, commits_path(diary.path, third.stem)):
@@ -265,7 +265,7 @@ def test_a_damaged_file_or_list_of_commits_is_never_joined_into_a_sound_one(diar
     assert_nothing_left_over(diary.path)
 
 
-def test_a_wider_seal_can_be_joined_again_until_none_is_left_to_join(diary: Diary) -> None:
+def test_merged_seals_are_merged_again_until_none_are_left_to_merge(diary: Diary) -> None:
     write_sealed(diary, 8)
     with Sealer(diary.path, limits=PAIRS) as sealer:
         assert sealer.merge_seals().merged == 8 + 4 + 2

@@ -48,7 +48,7 @@ def seqs(batches: Any) -> list[int]:
 # --- which table ---------------------------------------------------------------------------------------------
 
 
-def test_a_table_is_asked_for_by_its_text_its_name_or_its_number(diary: Diary) -> None:
+def test_a_table_is_selected_by_its_text_its_name_or_its_number(diary: Diary) -> None:
     diary.commit(inserts(1), inserts(2, schema=OTHER))
     for _ in range(2):
         log = ChangeLog.open(diary.path)
@@ -66,7 +66,7 @@ def test_a_table_that_the_log_does_not_have_is_an_error_with_a_remedy(diary: Dia
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_table_made_again_is_followed_on_by_its_name(diary: Diary, sealed: bool) -> None:
+def test_a_recreated_table_is_still_followed_by_its_name(diary: Diary, sealed: bool) -> None:
     again = named("public", "things", SHOP.relation + 1)
     diary.commit(inserts(1))
     follower = ChangeLog.open(diary.path).follow(table="public.things", wait_seconds=0.02)
@@ -81,7 +81,7 @@ def test_a_table_made_again_is_followed_on_by_its_name(diary: Diary, sealed: boo
 # --- at the reader's own pace --------------------------------------------------------------------------------
 
 
-def test_a_slow_reader_gets_each_row_once_while_the_log_is_written_sealed_and_joined_beside_it(diary: Diary) -> None:
+def test_a_slow_reader_gets_each_row_once_while_the_log_is_written_sealed_and_merged(diary: Diary) -> None:
     diary.commit(inserts(0))
     found: dict[str | None, list[Any]] = {None: [], "public.things": []}
 
@@ -110,7 +110,7 @@ def test_a_slow_reader_gets_each_row_once_while_the_log_is_written_sealed_and_jo
     assert rows_of(found["public.things"]) == diary.rows(schema=SHOP)
 
 
-def test_nothing_is_read_before_it_is_asked_for(diary: Diary) -> None:
+def test_nothing_is_read_before_it_is_requested(diary: Diary) -> None:
     for key in range(3):
         diary.commit(inserts(key))
     log = ChangeLog.open(diary.path)
@@ -121,7 +121,7 @@ def test_nothing_is_read_before_it_is_asked_for(diary: Diary) -> None:
     assert len(next(follower)) == 1
 
 
-def test_waiting_ends_when_nothing_has_come_for_so_long_and_not_before(diary: Diary) -> None:
+def test_waiting_ends_after_the_given_seconds_without_a_row(diary: Diary) -> None:
     diary.commit(inserts(1))
     began = time.monotonic()
     follower = ChangeLog.open(diary.path).follow(0, table="public.things", wait_seconds=0.2)
@@ -138,7 +138,7 @@ def mapped(log: ChangeLog) -> list[str]:
 
 
 @only_on_disk
-def test_a_follower_that_is_given_up_leaves_nothing_open(diary: Diary) -> None:
+def test_an_abandoned_follower_leaves_no_file_open(diary: Diary) -> None:
     diary.commit(inserts(1), inserts(2, schema=OTHER))
     seal(diary.path)
     log = ChangeLog.open(diary.path)
@@ -151,7 +151,7 @@ def test_a_follower_that_is_given_up_leaves_nothing_open(diary: Diary) -> None:
 
 @only_on_disk
 @pytest.mark.parametrize("reads", [1, 2])
-def test_a_sealed_file_that_is_damaged_is_named_also_after_it_was_read_once(diary: Diary, reads: int) -> None:
+def test_a_damaged_sealed_file_is_named_even_after_it_was_read_once(diary: Diary, reads: int) -> None:
     diary.commit(inserts(*range(50)))
     seal(diary.path)
     log = ChangeLog.open(diary.path)
@@ -169,7 +169,7 @@ def test_a_sealed_file_that_is_damaged_is_named_also_after_it_was_read_once(diar
 # --- what is gone --------------------------------------------------------------------------------------------
 
 
-def test_whoever_comes_too_late_is_told_from_every_commit_that_is_gone(diary: Diary) -> None:
+def test_a_late_reader_gets_an_error_for_every_trimmed_commit(diary: Diary) -> None:
     for key in range(4):
         diary.commit(inserts(key), inserts(key, schema=OTHER))
     seal(diary.path)
@@ -185,7 +185,7 @@ def test_whoever_comes_too_late_is_told_from_every_commit_that_is_gone(diary: Di
     assert rows_of(log.follow()) == diary.rows(4)
 
 
-def test_whoever_asks_for_a_position_that_is_gone_is_told(diary: Diary) -> None:
+def test_a_trimmed_position_is_an_error(diary: Diary) -> None:
     for key in range(4):
         diary.commit(inserts(key))
     seal(diary.path)
@@ -198,7 +198,7 @@ def test_whoever_asks_for_a_position_that_is_gone_is_told(diary: Diary) -> None:
     assert rows_of(log.follow(Lsn(4 * STEP))) == diary.rows(4)
 
 
-def test_a_follower_that_was_overtaken_is_told_and_never_passes_over_what_is_gone(diary: Diary) -> None:
+def test_a_follower_overtaken_by_trimming_gets_an_error_and_skips_nothing(diary: Diary) -> None:
     diary.commit(inserts(1))
     log = ChangeLog.open(diary.path)
     followers = {table: log.follow(0, table=table, wait_seconds=5.0) for table in (None, "public.things", 1)}
@@ -215,7 +215,7 @@ def test_a_follower_that_was_overtaken_is_told_and_never_passes_over_what_is_gon
 
 
 @pytest.mark.parametrize("paused", range(7))
-def test_a_reader_whose_table_is_trimmed_between_two_batches_gets_no_gap(diary: Diary, paused: int) -> None:
+def test_a_reader_gets_no_gap_when_its_table_is_trimmed_between_two_batches(diary: Diary, paused: int) -> None:
     for key in range(6):
         diary.commit(inserts(key), inserts(key, schema=OTHER))
         seal(diary.path, join=False)
@@ -232,7 +232,7 @@ def test_a_reader_whose_table_is_trimmed_between_two_batches_gets_no_gap(diary: 
     assert seqs(found) == expected[:paused]
 
 
-def test_whoever_has_covered_what_is_gone_reads_on(diary: Diary) -> None:
+def test_a_reader_that_covered_the_trimmed_rows_continues(diary: Diary) -> None:
     for key in range(3):
         diary.commit(inserts(key))
     log = ChangeLog.open(diary.path)
@@ -245,7 +245,7 @@ def test_whoever_has_covered_what_is_gone_reads_on(diary: Diary) -> None:
     assert seqs(log.read(1, 4, after_seq=3)) == [4]
 
 
-def test_an_idle_reader_learns_of_commits_that_were_even_trimmed_meanwhile(diary: Diary) -> None:
+def test_an_idle_reader_gets_an_error_for_commits_trimmed_meanwhile(diary: Diary) -> None:
     diary.commit(inserts(1))
     log = ChangeLog.open(diary.path)
     assert log.newest() == 1
@@ -260,7 +260,7 @@ def test_an_idle_reader_learns_of_commits_that_were_even_trimmed_meanwhile(diary
     assert seqs(log.follow()) == [9]
 
 
-def test_without_a_place_to_begin_reading_begins_with_the_oldest_row_that_is_kept(diary: Diary) -> None:
+def test_reading_without_a_start_begins_with_the_oldest_kept_row(diary: Diary) -> None:
     diary.commit(inserts(1), inserts(1, schema=OTHER))
     diary.commit(inserts(2), inserts(2, schema=THIRD))
     seal(diary.path)
@@ -276,7 +276,7 @@ def test_without_a_place_to_begin_reading_begins_with_the_oldest_row_that_is_kep
             list(log.follow(after))
 
 
-def test_the_schema_stream_being_gone_is_no_loss_to_a_reader_of_tables(diary: Diary) -> None:
+def test_a_trimmed_schema_stream_is_no_loss_to_a_reader_of_tables(diary: Diary) -> None:
     diary.commit(inserts(1))
     diary.commit(inserts(2))
     seal(diary.path)

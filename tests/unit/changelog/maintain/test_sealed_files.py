@@ -116,9 +116,7 @@ def test_lesson_21_both_rows_of_a_key_that_changed_are_read_together(rows_max: i
     assert rows_of(found) == diary.rows()
 
 
-def test_what_waits_for_its_row_group_is_bounded_whatever_a_commit_holds(
-    diary: Diary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_pending_for_a_row_group_are_bounded_for_any_commit(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [named("public", f"t{n}", 100 + n) for n in range(20)]
     for _ in range(3):
         diary.piece(*((table, [insert(1, big="x" * 10_000)]) for table in tables))
@@ -265,7 +263,7 @@ def test_the_glob_is_read_by_duckdb(diary: Diary) -> None:
     assert [row[4] for row in found] == [row.values.get("added") for row in diary.rows(schema=SHOP)]
 
 
-def test_the_glob_works_where_the_log_was_copied_to(diary: Diary, tmp_path: Path) -> None:
+def test_the_glob_works_in_a_copy_of_the_log(diary: Diary, tmp_path: Path) -> None:
     write_everything(diary)
     seal(diary.path, limits=replace(PAIRS, commits=2))
     moved = tmp_path / "elsewhere" / "copy"

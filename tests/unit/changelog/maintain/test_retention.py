@@ -83,7 +83,7 @@ def numbers_kept(path: LogPath) -> dict[int, list[int]]:
 # --- by age --------------------------------------------------------------------------------------------------
 
 
-def test_rows_younger_than_the_policy_says_are_kept_and_older_ones_go(diary: Diary) -> None:
+def test_rows_younger_than_the_policy_are_kept_and_older_ones_trimmed(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),), (inserts(2),))
     assert let_go(diary.path, days=6.9, age_seconds=7 * DAY) == TrimResult()
     assert read_all(diary.path) == diary.rows()
@@ -100,7 +100,7 @@ def test_without_an_age_everything_is_kept_for_ever(diary: Diary) -> None:
     assert let_go(diary.path, days=40_000, age_seconds=None) == TrimResult()
 
 
-def test_what_is_not_sealed_is_never_let_go(diary: Diary) -> None:
+def test_unsealed_rows_are_never_trimmed(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
     diary.commit(inserts(2))
     let_go(diary.path, days=1000)
@@ -109,7 +109,7 @@ def test_what_is_not_sealed_is_never_let_go(diary: Diary) -> None:
     assert read_all(diary.path, 1) == diary.rows(1)
 
 
-def test_the_newest_commit_says_how_far_the_log_is_even_when_all_is_gone(diary: Diary) -> None:
+def test_the_newest_commit_remains_when_all_rows_are_trimmed(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),), (), (inserts(2),))
     let_go(diary.path)
     seal(diary.path)
@@ -123,7 +123,7 @@ def test_the_newest_commit_says_how_far_the_log_is_even_when_all_is_gone(diary: 
     assert_nothing_left_over(diary.path)
 
 
-def test_commits_that_are_gone_leave_neither_their_own_files_nor_their_large_ones(diary: Diary) -> None:
+def test_trimmed_commits_leave_no_files_of_any_kind(diary: Diary) -> None:
     diary.piece(inserts(1, 2))
     diary.finish(inserts(3))
     diary.commit(inserts(4))
@@ -148,7 +148,7 @@ def test_a_clock_that_jumped_back_only_keeps_more(diary: Diary, jump_days: float
     assert [found.state for found in hold_usages(ChangeLog.open(diary.path), now=0.0)] == ["live"]
 
 
-def test_rows_are_as_old_as_they_were_written_whatever_the_clock_said_when_they_were_sealed(diary: Diary) -> None:
+def test_the_age_of_rows_counts_from_their_commit_and_not_from_their_seal(diary: Diary) -> None:
     diary.commit(inserts(1))
     later = time.time()
     seal(diary.path)
@@ -157,7 +157,7 @@ def test_rows_are_as_old_as_they_were_written_whatever_the_clock_said_when_they_
         assert trim(sealer, RetentionPolicy(age_seconds=3600.0), now=later + 3601).rows == 2
 
 
-def test_a_clock_that_jumped_forward_takes_nothing_from_a_lake_table(diary: Diary) -> None:
+def test_a_clock_that_jumped_forward_trims_nothing_a_lake_table_needs(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
     tables_hold(diary.path, (SHOP, 0, 0))
     let_go(diary.path, days=10_000)
@@ -179,7 +179,7 @@ def test_a_table_holds_only_files_with_rows_of_its_own_that_it_has_not_covered(d
     assert_nothing_left_over(diary.path)
 
 
-def test_a_quiet_table_holds_nothing_however_old_its_place_is(diary: Diary) -> None:
+def test_a_quiet_table_holds_nothing_at_any_age_of_its_progress(diary: Diary) -> None:
     write_sealed(diary, (inserts(1), inserts(10, schema=OTHER)), (inserts(2),), (inserts(3),), (inserts(4),))
     tables_hold(diary.path, (OTHER, 1, 2), (SHOP, 4, 5))
     let_go(diary.path)
@@ -223,7 +223,7 @@ def test_a_reader_of_all_tables_holds_all_of_them(diary: Diary) -> None:
     assert numbers_kept(diary.path) == {}
 
 
-def test_a_reader_of_all_tables_has_lost_nothing_when_only_the_shapes_are_gone(diary: Diary) -> None:
+def test_a_reader_of_all_tables_has_lost_nothing_when_only_the_schema_stream_is_trimmed(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),), (inserts(2),))
     tables_hold(diary.path, (SHOP, 0, 0))
     let_go(diary.path)
@@ -237,7 +237,7 @@ def test_a_reader_of_all_tables_has_lost_nothing_when_only_the_shapes_are_gone(d
     assert len(list(follower)) == 1, "the second row is still there for it"
 
 
-def test_a_reader_that_is_not_heard_of_for_too_long_holds_nothing_and_is_told(diary: Diary) -> None:
+def test_an_expired_reader_holds_nothing_and_gets_an_error(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
     log = ChangeLog.open(diary.path)
     next(log.follow(consumer="reader", expires_seconds=3 * DAY))
@@ -251,14 +251,14 @@ def test_a_reader_that_is_not_heard_of_for_too_long_holds_nothing_and_is_told(di
         list(log.follow(consumer="reader"))
 
 
-def test_a_reader_that_never_expires_is_waited_for(diary: Diary) -> None:
+def test_a_reader_that_never_expires_holds_its_rows(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
     next(ChangeLog.open(diary.path).follow(consumer="patient", expires_seconds=None))
     let_go(diary.path, days=10_000)
     assert numbers_kept(diary.path) == {1: [1]}
 
 
-def test_what_a_forgotten_reader_held_goes(diary: Diary) -> None:
+def test_rows_of_a_forgotten_reader_are_trimmed(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
     next(ChangeLog.open(diary.path).follow(consumer="reader"))
     let_go(diary.path)
@@ -267,7 +267,7 @@ def test_what_a_forgotten_reader_held_goes(diary: Diary) -> None:
     assert numbers_kept(diary.path) == {}
 
 
-def test_what_each_holds_is_told(diary: Diary) -> None:
+def test_hold_usages_report_every_hold(diary: Diary) -> None:
     write_sealed(diary, (inserts(1), inserts(10, 11, schema=OTHER)), (inserts(2),))
     next(ChangeLog.open(diary.path).follow(consumer="reader"))
     tables_hold(diary.path, (SHOP, 1, 1), (THIRD, 0, 0))
@@ -283,7 +283,7 @@ def test_what_each_holds_is_told(diary: Diary) -> None:
 # --- by bytes ------------------------------------------------------------------------------------------------
 
 
-def test_the_oldest_that_nobody_needs_go_until_the_rest_fits(diary: Diary) -> None:
+def test_the_oldest_unneeded_rows_are_trimmed_until_the_rest_fits(diary: Diary) -> None:
     write_sealed(diary, *((heavy(key),) for key in range(6)))
     size = disk_bytes(diary.path)
     done = let_go(diary.path, age_seconds=None, bytes=size - 50_000)
@@ -293,7 +293,7 @@ def test_the_oldest_that_nobody_needs_go_until_the_rest_fits(diary: Diary) -> No
     assert let_go(diary.path, age_seconds=None, bytes=size - 50_000) == TrimResult()
 
 
-def test_bytes_take_nothing_from_those_who_need_it(diary: Diary) -> None:
+def test_the_byte_limit_trims_no_needed_rows(diary: Diary) -> None:
     write_sealed(diary, *((heavy(key), heavy(key, OTHER)) for key in range(3)))
     tables_hold(diary.path, (SHOP, 0, 0))
     let_go(diary.path, age_seconds=None, bytes=1)
@@ -315,7 +315,7 @@ def test_room_is_counted_with_everything_that_takes_room(diary: Diary) -> None:
 # --- at most so many bytes -----------------------------------------------------------------------------------
 
 
-def test_the_one_who_holds_the_most_is_detached_and_nobody_else(diary: Diary, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_largest_hold_is_detached(diary: Diary, caplog: pytest.LogCaptureFixture) -> None:
     write_sealed(diary, *((heavy(key), heavy(key, OTHER, 5_000), heavy(key, THIRD, 5_000)) for key in range(4)))
     tables_hold(diary.path, (SHOP, 0, 0), (OTHER, 0, 0), (THIRD, 0, 0))
     size = disk_bytes(diary.path)
@@ -334,7 +334,7 @@ def test_the_one_who_holds_the_most_is_detached_and_nobody_else(diary: Diary, ca
     assert rows_of(log.follow(0, table="public.other")) == diary.rows(schema=OTHER)
 
 
-def test_one_who_is_detached_holds_nothing_more_and_is_not_detached_again(diary: Diary) -> None:
+def test_a_detached_reader_holds_nothing_and_is_not_detached_again(diary: Diary) -> None:
     write_sealed(diary, *((heavy(key), heavy(key, OTHER, 5_000)) for key in range(4)))
     tables_hold(diary.path, (SHOP, 0, 0), (OTHER, 0, 0))
     size = disk_bytes(diary.path)
@@ -344,7 +344,7 @@ def test_one_who_is_detached_holds_nothing_more_and_is_not_detached_again(diary:
     assert numbers_kept(diary.path) == {2: [0, 1, 2, 3]}
 
 
-def test_what_nobody_needs_goes_before_anyone_is_detached(diary: Diary) -> None:
+def test_unneeded_rows_are_trimmed_before_a_reader_is_detached(diary: Diary) -> None:
     write_sealed(diary, *((heavy(key), heavy(key, OTHER)) for key in range(4)))
     tables_hold(diary.path, (SHOP, 0, 0))
     size = disk_bytes(diary.path)
@@ -353,7 +353,7 @@ def test_what_nobody_needs_goes_before_anyone_is_detached(diary: Diary) -> None:
     assert numbers_kept(diary.path)[1] == [0, 1, 2, 3]
 
 
-def test_where_many_hold_the_same_rows_all_who_lose_some_are_named_and_no_others(diary: Diary) -> None:
+def test_all_holds_that_lose_rows_are_named_and_no_others(diary: Diary) -> None:
     write_sealed(diary, *((heavy(key), heavy(key, OTHER, 5_000)) for key in range(4)))
     log = ChangeLog.open(diary.path)
     for name, table in (("all", None), ("one", "public.things"), ("two", "public.things"), ("other", "public.other")):
@@ -364,13 +364,13 @@ def test_where_many_hold_the_same_rows_all_who_lose_some_are_named_and_no_others
     assert rows_of(log.follow(table="public.other", consumer="other")) == diary.rows(schema=OTHER)
 
 
-def test_under_the_limit_nobody_is_touched(diary: Diary) -> None:
+def test_below_the_limit_no_hold_is_detached(diary: Diary) -> None:
     write_sealed(diary, (heavy(1),))
     tables_hold(diary.path, (SHOP, 0, 0))
     assert let_go(diary.path, age_seconds=None, max_bytes=disk_bytes(diary.path) * 2) == TrimResult()
 
 
-def test_what_is_not_sealed_yet_cannot_be_taken_from_anyone(diary: Diary) -> None:
+def test_unsealed_rows_are_not_taken_from_a_hold(diary: Diary) -> None:
     diary.commit(heavy(1))
     tables_hold(diary.path, (SHOP, 0, 0))
     assert let_go(diary.path, age_seconds=None, max_bytes=1000) == TrimResult()
@@ -380,7 +380,7 @@ def test_what_is_not_sealed_yet_cannot_be_taken_from_anyone(diary: Diary) -> Non
 # --- the record ----------------------------------------------------------------------------------------------
 
 
-def test_nobody_is_detached_for_room_that_only_sealing_can_make(diary: Diary) -> None:
+def test_no_hold_is_detached_for_room_that_only_sealing_can_make(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
     diary.commit(heavy(2, OTHER))
     tables_hold(diary.path, (SHOP, 0, 0), (OTHER, 0, 0))
@@ -392,13 +392,13 @@ def test_nobody_is_detached_for_room_that_only_sealing_can_make(diary: Diary) ->
     assert let_go(diary.path, age_seconds=None, max_bytes=over).detached == (str(OTHER.table),)
 
 
-def test_nobody_is_detached_for_room_that_the_newest_commit_takes_twice(diary: Diary) -> None:
+def test_no_hold_is_detached_for_room_that_the_newest_commit_takes_twice(diary: Diary) -> None:
     write_sealed(diary, (heavy(1), inserts(2, schema=OTHER)))
     tables_hold(diary.path, (SHOP, 0, 0), (OTHER, 0, 0))
     assert let_go(diary.path, age_seconds=None, max_bytes=30_000).detached == (str(SHOP.table),)
 
 
-def test_the_record_counts_what_is_gone(diary: Diary) -> None:
+def test_the_trim_record_counts_trimmed_rows(diary: Diary) -> None:
     diary.commit()
     write_sealed(diary, (inserts(1, 2), inserts(10, schema=OTHER)), (inserts(3),))
     tables_hold(diary.path, (SHOP, 2, 2))
@@ -418,7 +418,7 @@ def test_the_record_counts_what_is_gone(diary: Diary) -> None:
     assert then.tables[2] == first.tables[2]
 
 
-def test_an_index_counts_rows_that_are_gone_as_captured(diary: Diary) -> None:
+def test_an_index_counts_trimmed_rows_as_captured(diary: Diary) -> None:
     write_sealed(diary, (inserts(1, 2), inserts(10, schema=OTHER)), (inserts(3),))
     index = LogIndex(ChangeLog.open(diary.path))
     index.grow()
@@ -436,7 +436,7 @@ def test_an_index_counts_rows_that_are_gone_as_captured(diary: Diary) -> None:
 
 
 @only_on_disk
-def test_the_record_survives_and_a_damaged_one_is_an_error_not_a_gap(quick: LogPath) -> None:
+def test_the_trim_record_survives_and_a_damaged_one_is_an_error(quick: LogPath) -> None:
     quick.mkdir(parents=True)
     assert read_trimmed(quick) == NOTHING_TRIMMED
     trimmed = TrimRecord(commit=7, position=Lsn(99), next_seq=5, transactions=2, rows=4)
@@ -449,7 +449,7 @@ def test_the_record_survives_and_a_damaged_one_is_an_error_not_a_gap(quick: LogP
         read_trimmed(quick)
 
 
-def test_narrow_seals_that_were_waiting_out_their_grace_do_not_come_back(diary: Diary) -> None:
+def test_trimmed_narrow_seals_in_their_grace_period_do_not_reappear(diary: Diary) -> None:
     for key in range(8):
         diary.commit(inserts(key))
         seal(diary.path, join=False)
@@ -463,7 +463,7 @@ def test_narrow_seals_that_were_waiting_out_their_grace_do_not_come_back(diary: 
         read_all(diary.path, 7)
 
 
-def test_trimming_again_and_sealing_on_count_nothing_twice(diary: Diary) -> None:
+def test_repeated_trimming_and_sealing_count_nothing_twice(diary: Diary) -> None:
     for round_ in range(3):
         for key in range(3):
             diary.commit(inserts(round_ * 10 + key), inserts(key, schema=OTHER))

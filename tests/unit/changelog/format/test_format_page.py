@@ -26,7 +26,7 @@ from tests.support.changes import KEYLESS, SHOP, delete, insert, move, truncate,
 from tests.support.stranger import Stranger
 from tests.support.windows import SOURCE, batch, finishing_window, named, open_window, window
 
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "log-format-1"
+FIXTURE = Path(__file__).parents[3] / "fixtures" / "log-format-1"
 
 WIDER = replace(SHOP, columns=(*SHOP.columns, Column(name="_op", source_type="date", type=pa.date32())))
 OTHER: TableSchema = replace(named("strange schema", 'quo"ted.näme', 99, like=KEYLESS))
@@ -104,7 +104,7 @@ def test_a_reader_written_from_the_page_finds_the_same_rows(folder: Path) -> Non
         assert [{name: row[name] for name in row if name != "_commit"} for row in plain] == mine[table], table
 
 
-def test_the_page_also_describes_what_is_written_today(tmp_path: Path) -> None:
+def test_the_page_also_describes_a_log_written_today(tmp_path: Path) -> None:
     write_fixture(tmp_path / "log")
     strange, mine = Stranger(tmp_path / "log").rows(), rows_of(tmp_path / "log")
     assert {table: len(rows) for table, rows in strange.items()} == {table: len(rows) for table, rows in mine.items()}
@@ -112,7 +112,7 @@ def test_the_page_also_describes_what_is_written_today(tmp_path: Path) -> None:
     assert {table: len(rows) for table, rows in kept.items()} == {table: len(rows) for table, rows in mine.items()}
 
 
-def test_the_fixture_has_something_of_everything(folder: Path) -> None:
+def test_the_fixture_has_every_kind_of_file(folder: Path) -> None:
     log = ChangeLog.open(folder)
     log.seal_index.refresh()
     assert log.trimmed().commit > 0
@@ -124,7 +124,7 @@ def test_the_fixture_has_something_of_everything(folder: Path) -> None:
         list(log.follow(0))
 
 
-def test_an_older_log_can_be_written_on(folder: Path) -> None:
+def test_an_older_log_accepts_new_commits(folder: Path) -> None:
     before = rows_of(folder)
     writer = LogWriter(folder, SOURCE)
     at = writer.position.value

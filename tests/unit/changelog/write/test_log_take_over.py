@@ -35,7 +35,7 @@ class Rival:
         self._said = folder.parent / f"rival-{name}.txt"
         with self._said.open("w") as output:
             command = [sys.executable, "-m", "tests.support.rival", str(folder), str(name), str(wins), *flags]
-            self.process = subprocess.Popen(command, stdout=output, cwd=Path(__file__).parents[3])
+            self.process = subprocess.Popen(command, stdout=output, cwd=Path(__file__).parents[4])
 
     def lines(self) -> list[list[str]]:
         return [line.split() for line in self._said.read_text().splitlines(keepends=True) if line[-1] == "\n"]
@@ -118,7 +118,7 @@ def view_of(folder: Path, name: str) -> Path:
     return view
 
 
-def test_of_two_writers_in_threads_the_one_that_was_taken_over_is_refused(folder: Path) -> None:
+def test_of_two_writers_in_threads_the_overtaken_one_is_refused(folder: Path) -> None:
     made(folder)
     told: list[dict[int, int]] = [{}, {}]
     refused = list[LogFenced]()
@@ -149,9 +149,7 @@ def test_of_two_writers_in_threads_the_one_that_was_taken_over_is_refused(folder
     assert_whole(folder, [{1: 0}, *told])
 
 
-def test_writers_whose_locks_do_not_reach_each_other_share_the_numbers_between_them(
-    folder: Path, ended: ExitStack
-) -> None:
+def test_writers_with_separate_locks_win_each_number_once(folder: Path, ended: ExitStack) -> None:
     made(folder)
     rivals = [start(ended, view_of(folder, f"host-{name}"), name, 60, "return") for name in (1, 2)]
     assert [rival.process.wait(240) for rival in rivals] == [0, 0], [rival.lines()[-1:] for rival in rivals]
@@ -160,7 +158,7 @@ def test_writers_whose_locks_do_not_reach_each_other_share_the_numbers_between_t
     assert_whole(folder, [{1: 0}, *told])
 
 
-def test_each_process_that_takes_the_log_over_ends_the_one_before(folder: Path, ended: ExitStack) -> None:
+def test_each_take_over_ends_the_process_before(folder: Path, ended: ExitStack) -> None:
     made(folder)
     rivals = [start(ended, folder, 1, ENDLESS)]
     for name in range(2, 6):
@@ -171,9 +169,7 @@ def test_each_process_that_takes_the_log_over_ends_the_one_before(folder: Path, 
     assert_whole(folder, [{1: 0}, *[rival.won() for rival in rivals]])
 
 
-def test_a_writer_stopped_anywhere_across_a_take_over_wakes_up_to_find_it_has_lost(
-    folder: Path, ended: ExitStack
-) -> None:
+def test_a_writer_stopped_during_a_take_over_is_refused_when_it_continues(folder: Path, ended: ExitStack) -> None:
     made(folder)
     chance, told = random.Random(5), [{1: 0}]
     for name in range(1, 9):
@@ -197,9 +193,7 @@ def test_a_writer_stopped_anywhere_across_a_take_over_wakes_up_to_find_it_has_lo
     assert_whole(folder, told)
 
 
-def test_a_writer_that_wakes_before_its_successor_has_written_rows_cannot_commit_either(
-    folder: Path, ended: ExitStack
-) -> None:
+def test_a_writer_woken_before_its_successors_first_rows_cannot_commit(folder: Path, ended: ExitStack) -> None:
     made(folder)
     stopped = start(ended, folder, 1, ENDLESS)
     stopped.wait_for_wins(5)

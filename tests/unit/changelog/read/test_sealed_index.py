@@ -72,7 +72,7 @@ def told(index: LogIndex) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("how", ["hot", "grace", "cold", "joined", "half"])
-def test_the_index_says_the_same_wherever_the_rows_lie(diary: Diary, how: str) -> None:
+def test_the_index_is_the_same_for_sealed_and_unsealed_rows(diary: Diary, how: str) -> None:
     write(diary)
     hot = told(index_of(diary.path))
     if how == "half":
@@ -107,7 +107,7 @@ def test_the_index_says_the_same_wherever_the_rows_lie(diary: Diary, how: str) -
 
 
 @pytest.mark.parametrize("limits", [None, PAIRS, SealLimits(commits=99)])
-def test_when_the_newest_transaction_up_to_a_commit_was_committed_is_known_wherever_it_lies(
+def test_the_newest_commit_time_is_known_for_sealed_and_unsealed_commits(
     diary: Diary, limits: SealLimits | None
 ) -> None:
     diary.commit()
@@ -124,7 +124,7 @@ def test_when_the_newest_transaction_up_to_a_commit_was_committed_is_known_where
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_positions_and_commits_are_found_from_each_other(diary: Diary, sealed: bool) -> None:
+def test_positions_and_commits_map_to_each_other(diary: Diary, sealed: bool) -> None:
     write(diary)
     if sealed:
         seal(diary.path, limits=PAIRS)
@@ -143,7 +143,7 @@ def test_positions_and_commits_are_found_from_each_other(diary: Diary, sealed: b
         assert diary.rows(found) == diary.rows(min(position // STEP, index.last_commit))
 
 
-def test_a_grown_index_equals_a_new_one_whatever_happened_to_the_log_meanwhile(diary: Diary) -> None:
+def test_a_grown_index_equals_a_new_one_after_any_change_of_the_log(diary: Diary) -> None:
     grown = index_of(diary.path)
     for round_ in range(6):
         diary.commit(inserts(round_), inserts(round_, schema=OTHER))
@@ -168,7 +168,7 @@ def test_a_grown_index_equals_a_new_one_whatever_happened_to_the_log_meanwhile(d
         assert grown.bytes == fresh.bytes
 
 
-def test_an_index_that_grows_to_a_number_takes_in_what_is_sealed_in_any_case(diary: Diary) -> None:
+def test_an_index_that_grows_to_a_number_loads_all_sealed_commits(diary: Diary) -> None:
     write(diary)
     seal(diary.path)
     diary.commit(inserts(30))
@@ -181,7 +181,7 @@ def test_an_index_that_grows_to_a_number_takes_in_what_is_sealed_in_any_case(dia
     assert early.last_commit == 12
 
 
-def test_what_is_trimmed_is_no_longer_pending_but_was_captured(diary: Diary) -> None:
+def test_trimmed_rows_are_not_pending_but_count_as_captured(diary: Diary) -> None:
     write(diary)
     seal(diary.path, limits=SealLimits(commits=3))
     write_table_progress(diary.path, [TableProgress(table=OTHER.table, numbers=(2,), commit=3, seq=4)])
@@ -202,7 +202,7 @@ def test_what_is_trimmed_is_no_longer_pending_but_was_captured(diary: Diary) -> 
     assert index.commit_at(Lsn(3 * STEP)) == 3
 
 
-def test_an_index_is_not_confused_by_commits_that_are_sealed_under_it(diary: Diary) -> None:
+def test_an_index_grows_over_commits_that_are_sealed_meanwhile(diary: Diary) -> None:
     write(diary)
     log = ChangeLog.open(diary.path)
     index = LogIndex(log)
@@ -214,9 +214,7 @@ def test_an_index_is_not_confused_by_commits_that_are_sealed_under_it(diary: Dia
     assert told(index) == told(index_of(diary.path))
 
 
-def test_a_commit_whose_shapes_could_not_be_read_is_taken_in_once_they_can(
-    diary: Diary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_is_indexed_once_its_schemas_can_be_read(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
     diary.commit(inserts(1), inserts(2, schema=OTHER))
     log = ChangeLog.open(diary.path)
     index, get = LogIndex(log), log.schemas.get
@@ -246,7 +244,7 @@ class Interrupted(LogIndex):
         type(self).asks()
 
 
-def test_whoever_asks_while_commits_move_into_seals_is_told_the_same(
+def test_index_answers_do_not_change_while_commits_move_into_seals(
     diary: Diary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(1, 10):
@@ -276,14 +274,14 @@ def test_whoever_asks_while_commits_move_into_seals_is_told_the_same(
     assert all(heard)
 
 
-def test_a_commit_that_is_really_missing_is_said_to_be(diary: Diary) -> None:
+def test_a_really_missing_commit_is_reported(diary: Diary) -> None:
     write(diary)
     commit_path(diary.path, 5).unlink()
     with pytest.raises(LogCorrupt):
         index_of(diary.path)
 
 
-def test_an_index_answers_for_seals_that_were_joined_or_trimmed_since_it_grew(diary: Diary) -> None:
+def test_an_index_answers_for_seals_merged_or_trimmed_since_it_grew(diary: Diary) -> None:
     write(diary)
     with Sealer(diary.path, limits=PAIRS) as sealer:
         sealer.seal()
@@ -302,7 +300,7 @@ def test_an_index_answers_for_seals_that_were_joined_or_trimmed_since_it_grew(di
         assert late.commit_at(end) <= commit
 
 
-def test_a_table_whose_rows_are_all_gone_is_still_known(diary: Diary) -> None:
+def test_a_table_with_all_rows_trimmed_is_still_known(diary: Diary) -> None:
     write(diary)
     with Sealer(diary.path, limits=PAIRS) as sealer:
         sealer.seal()

@@ -46,7 +46,7 @@ def read_and_die(path: Path, batches: int, **how: Any) -> list[int]:
 # --- the place -----------------------------------------------------------------------------------------------
 
 
-def test_a_reader_goes_on_where_it_stopped(diary: Diary) -> None:
+def test_a_reader_continues_where_it_stopped(diary: Diary) -> None:
     log = ChangeLog.open(diary.path)
     for commit in range(1, 4):
         diary.commit(inserts(commit), inserts(commit, schema=OTHER))
@@ -56,7 +56,7 @@ def test_a_reader_goes_on_where_it_stopped(diary: Diary) -> None:
     assert (stored(diary.path)["commit"], stored(diary.path)["table"]) == (3, None)
 
 
-def test_readers_of_different_names_do_not_mind_each_other(diary: Diary) -> None:
+def test_readers_of_different_names_are_independent(diary: Diary) -> None:
     diary.commit(inserts(1))
     log = ChangeLog.open(diary.path)
     assert seqs(log.follow(consumer="one")) == [1]
@@ -65,7 +65,7 @@ def test_readers_of_different_names_do_not_mind_each_other(diary: Diary) -> None
     assert seqs(log.follow(consumer="one")) == [2]
 
 
-def test_a_reader_that_is_told_where_to_begin_stays_there_also_if_nothing_came(diary: Diary) -> None:
+def test_an_explicit_start_is_saved_even_if_no_row_arrives(diary: Diary) -> None:
     log = ChangeLog.open(diary.path)
     for key in range(3):
         diary.commit(inserts(key))
@@ -76,7 +76,7 @@ def test_a_reader_that_is_told_where_to_begin_stays_there_also_if_nothing_came(d
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_batch_counts_as_read_when_the_next_one_is_asked_for(diary: Diary, sealed: bool) -> None:
+def test_a_batch_counts_as_read_when_the_next_one_is_requested(diary: Diary, sealed: bool) -> None:
     for key in range(4):
         diary.commit(inserts(key), inserts(key, schema=OTHER))
         if sealed:
@@ -112,7 +112,7 @@ def test_a_reader_of_all_tables_repeats_at_most_one_batch_where_only_one_table_h
     assert seqs(ChangeLog.open(diary.path).follow(consumer="reader")) == list(range(5, 13))
 
 
-def test_a_commit_of_one_table_in_many_batches_is_taken_up_in_the_middle(diary: Diary) -> None:
+def test_a_commit_of_one_table_in_many_batches_is_resumed_in_the_middle(diary: Diary) -> None:
     for begin in range(0, 12, 3):
         diary.piece(inserts(*range(begin, begin + 3)))
     diary.finish(inserts(12))
@@ -144,7 +144,7 @@ def test_a_reader_that_is_killed_repeats_what_it_read_in_its_last_second_and_ski
     assert 1 < found[0] <= read
 
 
-def test_reading_again_from_a_commit_is_possible_and_moves_the_place(diary: Diary) -> None:
+def test_reading_again_from_a_commit_moves_the_saved_offset(diary: Diary) -> None:
     for key in range(4):
         diary.commit(inserts(key))
     log = ChangeLog.open(diary.path)
@@ -156,7 +156,7 @@ def test_reading_again_from_a_commit_is_possible_and_moves_the_place(diary: Diar
     assert seqs(log.follow(consumer="reader")) == [3, 4]
 
 
-def test_a_place_is_kept_from_the_moment_a_reader_gives_its_name(diary: Diary) -> None:
+def test_an_offset_is_saved_from_the_moment_a_reader_gives_its_name(diary: Diary) -> None:
     diary.commit(inserts(1))
     follower = ChangeLog.open(diary.path).follow(consumer="reader", expires_seconds=60.0)
     next(follower)
@@ -167,7 +167,7 @@ def test_a_place_is_kept_from_the_moment_a_reader_gives_its_name(diary: Diary) -
     assert abs(hold.seen_at - time.time()) < 30
 
 
-def test_a_new_reader_of_a_log_that_lost_rows_begins_where_nothing_is_missing(diary: Diary) -> None:
+def test_a_new_reader_of_a_trimmed_log_begins_where_no_row_is_missing(diary: Diary) -> None:
     diary.commit(inserts(1), inserts(1, schema=OTHER), inserts(1, schema=THIRD))
     seal(diary.path)
     diary.commit(inserts(2), inserts(2, schema=OTHER))
@@ -193,7 +193,7 @@ def test_a_new_reader_of_a_log_that_lost_rows_begins_where_nothing_is_missing(di
     assert {item.state for item in hold_usages(log)} == {"live"}
 
 
-def test_a_reader_that_lost_rows_is_told_each_time_until_it_says_where_to_begin(diary: Diary) -> None:
+def test_a_reader_that_lost_rows_gets_an_error_until_it_gives_a_start(diary: Diary) -> None:
     diary.commit(inserts(1))
     next(ChangeLog.open(diary.path).follow(consumer="reader"))
     seal(diary.path)
@@ -229,13 +229,13 @@ def test_a_name_that_could_lead_elsewhere_is_refused_and_writes_nothing(diary: D
 
 
 @pytest.mark.parametrize("name", ["a", "nightly-export", "A_1.b", "0", "x" * 63])
-def test_a_plain_name_is_taken(diary: Diary, name: str) -> None:
+def test_a_valid_name_is_accepted(diary: Diary, name: str) -> None:
     diary.commit(inserts(1))
     assert seqs(ChangeLog.open(diary.path).follow(consumer=name)) == [1]
     assert [hold.name for hold in read_holds(diary.path)] == [name]
 
 
-def test_a_name_stands_for_one_table_and_another_is_refused(diary: Diary) -> None:
+def test_a_consumer_name_belongs_to_one_table(diary: Diary) -> None:
     diary.commit(inserts(1), inserts(2, schema=OTHER))
     log = ChangeLog.open(diary.path)
     list(log.follow(table="public.things", consumer="reader"))
@@ -256,7 +256,7 @@ def test_a_reader_follows_its_table_when_that_is_made_again(diary: Diary) -> Non
     assert read_holds(diary.path)[0].tables == (1, 2)
 
 
-def test_forgetting_a_reader_lets_it_begin_anew(diary: Diary) -> None:
+def test_a_forgotten_reader_begins_again(diary: Diary) -> None:
     diary.commit(inserts(1))
     log = ChangeLog.open(diary.path)
     list(log.follow(consumer="reader"))
@@ -265,7 +265,7 @@ def test_forgetting_a_reader_lets_it_begin_anew(diary: Diary) -> None:
     assert seqs(log.follow(table="public.things", consumer="reader")) == [1]
 
 
-def test_forgetting_one_that_is_not_there_names_those_that_are(diary: Diary) -> None:
+def test_forgetting_a_missing_consumer_names_the_existing_ones(diary: Diary) -> None:
     diary.commit(inserts(1))
     with pytest.raises(ConfigError, match="no such consumer") as caught:
         consumers.forget_consumer(diary.path, "reader")
@@ -294,7 +294,7 @@ DAMAGED = [
 ]
 
 
-def test_a_flipped_bit_in_a_place_never_moves_a_reader(diary: Diary) -> None:
+def test_a_flipped_bit_in_a_saved_offset_never_moves_a_reader(diary: Diary) -> None:
     for key in range(12):
         diary.commit(inserts(key))
     log = ChangeLog.open(diary.path)
@@ -311,7 +311,7 @@ def test_a_flipped_bit_in_a_place_never_moves_a_reader(diary: Diary) -> None:
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_place_holds_nothing_and_its_reader_begins_anew(diary: Diary, content: bytes) -> None:
+def test_a_damaged_offset_holds_nothing_and_its_reader_begins_again(diary: Diary, content: bytes) -> None:
     diary.commit(inserts(1))
     seal(diary.path)
     diary.commit(inserts(2))
@@ -338,14 +338,14 @@ def test_a_damaged_place_holds_nothing_and_its_reader_begins_anew(diary: Diary, 
         b'{"at": 1.0, "tables": [{"schema": "a", "table": "b", "numbers": [1], "commit": null, "seq": 1}]}',
     ],
 )
-def test_damaged_hints_hold_nothing(diary: Diary, content: bytes) -> None:
+def test_damaged_table_progress_holds_nothing(diary: Diary, content: bytes) -> None:
     diary.commit(inserts(1))
     (diary.path / "consumers" / "@tables.json").write_bytes(content)
     assert read_holds(diary.path) == []
     assert consumers.read_table_progress(diary.path) == []
 
 
-def test_hints_are_read_back_as_they_were_left_and_replaced_by_the_next(diary: Diary) -> None:
+def test_table_progress_is_read_back_and_replaced_by_the_next_report(diary: Diary) -> None:
     mine = TableProgress(table=TableId("a.b", 'c"d'), numbers=(1, 4), commit=7, seq=9)
     yours = TableProgress(table=TableId("x", "y"), numbers=(), commit=0, seq=0)
     write_table_progress(diary.path, [mine, yours])

@@ -88,7 +88,7 @@ SOUND_ALONE = ("another commit's number", "another place in the source's log")
 
 
 @pytest.mark.parametrize("name", [name for name in DAMAGES if name not in SOUND_ALONE])
-def test_a_damaged_last_commit_is_told_and_never_written_over(filled: Path, name: str) -> None:
+def test_a_damaged_last_commit_is_reported_and_never_overwritten(filled: Path, name: str) -> None:
     path = commit_path(filled, 3)
     damaged = DAMAGES[name](path.read_bytes())
     path.write_bytes(damaged)
@@ -105,7 +105,7 @@ TORN = [name for name in DAMAGES if "left" in name or "zeros" in name]
 
 
 @pytest.mark.parametrize("name", TORN)
-def test_a_torn_newest_commit_is_told_and_comes_again_once_it_is_moved_away(filled: Path, name: str) -> None:
+def test_a_torn_newest_commit_is_reported_and_captured_again_once_it_is_moved_away(filled: Path, name: str) -> None:
     """A disk that lies: the file had been made durable before it had its name."""
     path = commit_path(filled, 3)
     path.write_bytes(DAMAGES[name](path.read_bytes()))
@@ -121,7 +121,7 @@ def test_a_torn_newest_commit_is_told_and_comes_again_once_it_is_moved_away(fill
     assert len(ids(list(ChangeLog.open(filled).follow(0)))) == 5
 
 
-def test_what_stands_before_the_damage_is_delivered(filled: Path) -> None:
+def test_rows_before_the_damage_are_delivered(filled: Path) -> None:
     path = commit_path(filled, 3)
     path.write_bytes(flipped(path.read_bytes(), 20))
     delivered: list[ChangeBatch] = []
@@ -130,20 +130,20 @@ def test_what_stands_before_the_damage_is_delivered(filled: Path) -> None:
     assert ids(delivered) == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_a_commit_missing_in_the_middle_is_told_and_not_skipped(filled: Path) -> None:
+def test_a_missing_commit_is_reported_and_not_skipped(filled: Path) -> None:
     commit_path(filled, 2).unlink()
     with pytest.raises(LogCorrupt, match="missing") as caught:
         list(ChangeLog.open(filled).follow(0))
     assert caught.value.fields["path"] == commit_path(filled, 2)
 
 
-def test_a_commit_in_anothers_place_is_told(filled: Path) -> None:
+def test_a_commit_under_another_number_is_reported(filled: Path) -> None:
     shutil.copy(commit_path(filled, 3), commit_path(filled, 2))
     with pytest.raises(LogCorrupt, match="another commit or log"):
         list(ChangeLog.open(filled).follow(0))
 
 
-def test_a_newer_format_says_so(filled: Path) -> None:
+def test_a_commit_of_a_newer_format_is_reported(filled: Path) -> None:
     path = commit_path(filled, 2)
     path.write_bytes(with_header(path.read_bytes(), format=2))
     with pytest.raises(LogCorrupt, match="format this version does not know") as caught:
@@ -177,7 +177,7 @@ def test_a_log_whose_meta_cannot_be_read_is_an_error_and_not_a_new_log(filled: P
     assert meta.read_bytes() == content
 
 
-def test_a_log_of_a_newer_format_says_so(filled: Path) -> None:
+def test_a_log_of_a_newer_format_is_reported(filled: Path) -> None:
     meta = filled / "meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format": 99}))
     with pytest.raises(LogCorrupt, match="format this version does not know"):
@@ -199,7 +199,7 @@ def schema_file(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"1", b"{}", b"\xff"], ids=str)
-def test_a_shape_that_cannot_be_read_is_named(filled: Path, content: bytes) -> None:
+def test_an_unreadable_schema_is_named(filled: Path, content: bytes) -> None:
     schema_file(filled).write_bytes(content)
     for start in (lambda: list(ChangeLog.open(filled).follow(0)), lambda: LogWriter(filled, SOURCE)):
         with pytest.raises(LogCorrupt) as caught:
@@ -207,14 +207,14 @@ def test_a_shape_that_cannot_be_read_is_named(filled: Path, content: bytes) -> N
         assert caught.value.fields["path"] == schema_file(filled)
 
 
-def test_a_shape_that_is_missing_is_named(filled: Path) -> None:
+def test_a_missing_schema_is_named(filled: Path) -> None:
     schema_file(filled).unlink()
     with pytest.raises(LogCorrupt) as caught:
         list(ChangeLog.open(filled).follow(0))
     assert caught.value.fields["path"] == schema_file(filled)
 
 
-def test_a_flipped_bit_in_a_shape_is_found(filled: Path) -> None:
+def test_a_flipped_bit_in_a_schema_is_found(filled: Path) -> None:
     text = schema_file(filled).read_bytes()
     assert b'"big"' in text
     schema_file(filled).write_bytes(text.replace(b'"big"', b'"bif"'))
@@ -222,7 +222,7 @@ def test_a_flipped_bit_in_a_shape_is_found(filled: Path) -> None:
         list(ChangeLog.open(filled).follow(0))
 
 
-def test_a_shape_of_a_newer_format_says_so(filled: Path) -> None:
+def test_a_schema_of_a_newer_format_is_reported(filled: Path) -> None:
     stored = json.loads(schema_file(filled).read_text()) | {"format": 99}
     schema_file(filled).write_text(json.dumps(stored))
     with pytest.raises(LogCorrupt):
@@ -261,7 +261,7 @@ def test_reading_sweeps_nothing(filled: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["2 (copy).arrow", "00000000000000000002.arrow.bak", "README", "4.parquet"])
-def test_a_strangers_file_among_the_commits_is_left_alone(filled: Path, name: str) -> None:
+def test_a_foreign_file_among_the_commits_is_not_touched(filled: Path, name: str) -> None:
     stranger = filled / "hot" / name
     stranger.write_bytes(b"whatever")
     assert len(ids(list(ChangeLog.open(filled).follow(0)))) == 5

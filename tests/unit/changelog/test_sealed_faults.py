@@ -108,7 +108,9 @@ def spots(data: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_found_before_a_row_is_delivered(log: Path, rows: list[Row], name: str) -> None:
+def test_a_flipped_bit_in_a_sealed_log_is_found_before_a_row_is_delivered(
+    log: Path, rows: list[Row], name: str
+) -> None:
     path = FILES[name](log)
     good = path.read_bytes()
     kept = {row.seq: row for row in rows}
@@ -152,7 +154,7 @@ def test_a_torn_file_is_found(log: Path, name: str, damage: Callable[[bytes], by
 
 
 @pytest.mark.parametrize("name", ["sealed rows", "the commits of a seal"])
-def test_damage_is_not_joined_into_a_sound_file(log: Path, name: str) -> None:
+def test_a_damaged_seal_is_not_merged(log: Path, name: str) -> None:
     path = FILES[name](log)
     bad = bytearray(path.read_bytes())
     bad[len(bad) // 2] ^= 1
@@ -163,7 +165,7 @@ def test_damage_is_not_joined_into_a_sound_file(log: Path, name: str) -> None:
     assert not seal_path(log, stem(4, 7)).exists()
 
 
-def test_another_logs_seal_is_refused(log: Path, tmp_path: Path) -> None:
+def test_a_seal_of_another_log_is_refused(log: Path, tmp_path: Path) -> None:
     other = Diary(tmp_path / "other")
     for key in range(5):
         other.commit(inserts(key))
@@ -194,7 +196,7 @@ def disturb(log: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_missing_is_told_and_what_is_put_back_is_whole(
+def test_a_missing_file_is_reported_and_a_restored_log_is_complete(
     log: Path, rows: list[Row], tmp_path: Path, name: str
 ) -> None:
     path = FILES[name](log)
@@ -212,7 +214,7 @@ def test_what_is_missing_is_told_and_what_is_put_back_is_whole(
     assert in_order(found) == rows
 
 
-def test_a_newest_commit_that_is_missing_is_an_earlier_end_and_nothing_is_swept(
+def test_a_missing_newest_commit_is_an_earlier_end_and_nothing_is_swept(
     log: Path, rows: list[Row], tmp_path: Path
 ) -> None:
     """The log alone cannot tell; the source can, when capture starts."""
@@ -229,7 +231,7 @@ def test_a_newest_commit_that_is_missing_is_an_earlier_end_and_nothing_is_swept(
     assert in_order(found) == rows
 
 
-def test_the_newest_commits_own_file_is_missed_although_it_is_sealed(log: Path) -> None:
+def test_the_newest_commits_missing_file_is_reported_although_it_is_sealed(log: Path) -> None:
     seal(log)
     commit_path(log, 10).unlink()
     with pytest.raises(LogCorrupt, match="missing") as caught:
@@ -237,14 +239,14 @@ def test_the_newest_commits_own_file_is_missed_although_it_is_sealed(log: Path) 
     assert caught.value.fields["path"] == commit_path(log, 10)
 
 
-def test_a_log_without_its_meta_is_not_begun_anew(log: Path) -> None:
+def test_a_log_without_meta_json_is_not_started_over(log: Path) -> None:
     (log / "meta.json").unlink()
     with pytest.raises(LogCorrupt, match=r"meta\.json is missing"):
         LogWriter(log, SOURCE)
     assert not (log / "meta.json").exists()
 
 
-def test_a_shape_that_is_missing_is_not_given_its_number_again(log: Path) -> None:
+def test_the_number_of_a_missing_schema_is_not_used_again(log: Path) -> None:
     (log / "schemas" / "2" / "1.json").unlink()
     with pytest.raises(LogCorrupt, match="schema is missing"):
         LogWriter(log, SOURCE)

@@ -81,7 +81,7 @@ def seconds(act: Callable[[], object]) -> float:
 # --- on one host the kernel decides ------------------------------------------------------------------------
 
 
-def test_leases_of_different_names_do_not_meet(tmp_path: Path) -> None:
+def test_leases_of_different_names_are_independent(tmp_path: Path) -> None:
     one, other = LogLease(tmp_path, "owner", 0.0), LogLease(tmp_path, "apply", 0.0)
     assert log_lease.live_holder_pid(tmp_path, "owner") == log_lease.live_holder_pid(tmp_path, "apply") == os.getpid()
     one.release()
@@ -90,12 +90,12 @@ def test_leases_of_different_names_do_not_meet(tmp_path: Path) -> None:
     other.release()
 
 
-def test_nobody_holds_a_lease_that_was_never_taken(tmp_path: Path) -> None:
+def test_a_lease_never_taken_has_no_holder(tmp_path: Path) -> None:
     assert log_lease.live_holder_pid(tmp_path) is None
     assert log_lease.read_holder(tmp_path) == {}
 
 
-def test_a_second_one_waits_and_is_then_told_who_holds_it_and_what_to_do(tmp_path: Path) -> None:
+def test_a_second_process_waits_and_then_gets_an_error_that_names_the_holder(tmp_path: Path) -> None:
     first = LogLease(tmp_path)
     began = time.monotonic()
     with pytest.raises(LogBusy) as caught:
@@ -108,7 +108,7 @@ def test_a_second_one_waits_and_is_then_told_who_holds_it_and_what_to_do(tmp_pat
     first.release()
 
 
-def test_one_that_waits_gets_in_when_the_holder_lets_go(tmp_path: Path) -> None:
+def test_a_waiting_process_gets_the_lease_when_it_is_released(tmp_path: Path) -> None:
     first = LogLease(tmp_path)
     timer = threading.Timer(0.2, first.release)
 
@@ -120,7 +120,7 @@ def test_one_that_waits_gets_in_when_the_holder_lets_go(tmp_path: Path) -> None:
     timer.join()
 
 
-def test_a_record_that_cannot_be_read_names_nobody(tmp_path: Path) -> None:
+def test_an_unreadable_record_names_no_holder(tmp_path: Path) -> None:
     taken = LogLease(tmp_path, wait_seconds=0.0)
     (tmp_path / "owner.json").write_bytes(b"{")
     assert log_lease.live_holder_pid(tmp_path) == 0
@@ -129,7 +129,7 @@ def test_a_record_that_cannot_be_read_names_nobody(tmp_path: Path) -> None:
     taken.release()
 
 
-def test_the_lease_of_a_process_that_was_killed_is_free_at_once(tmp_path: Path) -> None:
+def test_the_lease_of_a_killed_process_is_free_at_once(tmp_path: Path) -> None:
     with holding_process(tmp_path) as child:
         assert log_lease.live_holder_pid(tmp_path) == child.pid
         with pytest.raises(LogBusy) as caught:
@@ -144,7 +144,7 @@ def test_the_lease_of_a_process_that_was_killed_is_free_at_once(tmp_path: Path) 
     assert log_lease.live_holder_pid(tmp_path) is None
 
 
-def test_a_container_that_shares_our_kernel_is_no_other_host(tmp_path: Path) -> None:
+def test_a_container_on_our_kernel_is_not_another_host(tmp_path: Path) -> None:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     leave_record(tmp_path, boot=boot)
     mine = LogLease(tmp_path, wait_seconds=0.0)
@@ -153,7 +153,7 @@ def test_a_container_that_shares_our_kernel_is_no_other_host(tmp_path: Path) -> 
     mine.release()
 
 
-def test_a_record_of_before_hosts_were_told_apart_is_read(tmp_path: Path) -> None:
+def test_a_record_without_host_fields_is_read(tmp_path: Path) -> None:
     mine = LogLease(tmp_path)
     mine.release()
     (tmp_path / "owner.json").write_text(json.dumps({"pid": 7, "host": record_of(tmp_path)["host"]}))
@@ -163,7 +163,7 @@ def test_a_record_of_before_hosts_were_told_apart_is_read(tmp_path: Path) -> Non
         LogLease(tmp_path, wait_seconds=0.0)
 
 
-def test_letting_go_twice_is_letting_go_once(tmp_path: Path) -> None:
+def test_a_second_release_does_nothing(tmp_path: Path) -> None:
     first = LogLease(tmp_path)
     first.release()
     second = LogLease(tmp_path, wait_seconds=0.0)
@@ -176,7 +176,7 @@ def test_letting_go_twice_is_letting_go_once(tmp_path: Path) -> None:
 # --- where hosts share storage -----------------------------------------------------------------------------
 
 
-def test_another_hosts_fresh_record_is_waited_for(tmp_path: Path) -> None:
+def test_a_fresh_record_of_another_host_blocks_the_lease(tmp_path: Path) -> None:
     path = leave_record(tmp_path)
     before = path.read_bytes()
     with pytest.raises(LogBusy) as caught:
@@ -185,7 +185,7 @@ def test_another_hosts_fresh_record_is_waited_for(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_another_hosts_record_that_nobody_renews_is_taken_after_a_while(tmp_path: Path) -> None:
+def test_an_unrenewed_record_of_another_host_expires(tmp_path: Path) -> None:
     leave_record(tmp_path)
     began = time.monotonic()
     found = LogLease(tmp_path, wait_seconds=LONG_SECONDS, expiry_seconds=0.6)
@@ -195,7 +195,7 @@ def test_another_hosts_record_that_nobody_renews_is_taken_after_a_while(tmp_path
     found.release()
 
 
-def test_another_hosts_record_that_is_renewed_is_never_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renewed_record_of_another_host_never_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, sleep, renewed = leave_record(tmp_path), time.sleep, itertools.count(4)
 
     def renew(pause: float) -> None:
@@ -212,7 +212,7 @@ def test_another_hosts_record_that_is_renewed_is_never_taken(tmp_path: Path, mon
     assert seconds(lambda: LogLease(tmp_path, wait_seconds=LONG_SECONDS, expiry_seconds=0.5).release()) >= 0.5
 
 
-def test_a_clock_of_another_host_says_nothing(tmp_path: Path) -> None:
+def test_the_clock_of_another_host_does_not_matter(tmp_path: Path) -> None:
     for since in (0.0, time.time() + 1e6):
         path = leave_record(tmp_path, since=since)
         os.utime(path, (since, since))
@@ -220,14 +220,14 @@ def test_a_clock_of_another_host_says_nothing(tmp_path: Path) -> None:
             LogLease(tmp_path, wait_seconds=0.2, expiry_seconds=LONG_SECONDS)
 
 
-def test_another_hosts_record_that_is_released_is_taken_at_once(tmp_path: Path) -> None:
+def test_a_released_record_of_another_host_frees_the_lease_at_once(tmp_path: Path) -> None:
     leave_record(tmp_path, released=True)
     found = LogLease(tmp_path, wait_seconds=0.0)
     assert not found.was_forced
     found.release()
 
 
-def test_a_record_of_nobody_known_is_treated_as_another_hosts(tmp_path: Path) -> None:
+def test_a_record_without_an_owner_counts_as_another_hosts(tmp_path: Path) -> None:
     for content in (b"", b"{", b"[]", b'{"pid": 1}'):
         (tmp_path / "owner.json").write_bytes(content)
         with pytest.raises(LogBusy):
@@ -235,7 +235,7 @@ def test_a_record_of_nobody_known_is_treated_as_another_hosts(tmp_path: Path) ->
     LogLease(tmp_path, wait_seconds=LONG_SECONDS, expiry_seconds=0.2).release()
 
 
-def test_a_holder_renews_its_record_and_marks_it_when_it_lets_go(tmp_path: Path) -> None:
+def test_a_holder_renews_its_record_and_marks_it_as_released(tmp_path: Path) -> None:
     held = LogLease(tmp_path, renew_seconds=0.02)
     first = record_of(tmp_path)
     assert (first["pid"], first["renewed"], first["released"]) == (os.getpid(), 0, False)
@@ -265,7 +265,7 @@ def test_a_renewal_that_the_disk_refuses_changes_nothing(tmp_path: Path) -> None
 # --- taking it over ----------------------------------------------------------------------------------------
 
 
-def test_a_lease_that_is_taken_over_is_lost_to_its_holder(tmp_path: Path) -> None:
+def test_a_holder_loses_a_lease_that_is_taken_over(tmp_path: Path) -> None:
     first = LogLease(tmp_path)
     second = LogLease(tmp_path, wait_seconds=0.0, take_over=True)
     assert second.was_forced
@@ -290,7 +290,7 @@ def test_a_free_lease_is_not_taken_by_force(tmp_path: Path) -> None:
     found.release()
 
 
-def test_a_lease_of_another_host_can_be_taken_over_without_waiting(tmp_path: Path) -> None:
+def test_a_lease_of_another_host_can_be_taken_over_at_once(tmp_path: Path) -> None:
     leave_record(tmp_path)
     found = LogLease(tmp_path, wait_seconds=0.0, take_over=True)
     assert found.was_forced
@@ -313,7 +313,7 @@ def test_a_lease_held_by_a_stopped_process_can_be_taken_over(tmp_path: Path) -> 
         found.release()
 
 
-def test_one_that_waits_while_it_is_taken_over_waits_for_the_new_holder(tmp_path: Path) -> None:
+def test_a_waiting_process_waits_for_the_new_holder_after_a_take_over(tmp_path: Path) -> None:
     first = LogLease(tmp_path)
     got: list[LogLease] = []
     waiting = threading.Thread(target=lambda: got.append(LogLease(tmp_path, wait_seconds=LONG_SECONDS)))
@@ -328,7 +328,7 @@ def test_one_that_waits_while_it_is_taken_over_waits_for_the_new_holder(tmp_path
     got[0].release()
 
 
-def test_a_lock_file_replaced_between_opening_and_locking_it_is_nobodys_lease(
+def test_a_lock_file_replaced_between_open_and_lock_gives_no_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, flock, turns = LogLease(tmp_path), fcntl.flock, iter([True])
@@ -347,7 +347,7 @@ def test_a_lock_file_replaced_between_opening_and_locking_it_is_nobodys_lease(
     second[0].release()
 
 
-def test_of_many_that_take_it_over_at_once_exactly_one_holds_it(tmp_path: Path) -> None:
+def test_exactly_one_of_many_concurrent_take_overs_holds_the_lease(tmp_path: Path) -> None:
     first = LogLease(tmp_path)
     got: list[LogLease] = []
     takers = [

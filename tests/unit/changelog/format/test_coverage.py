@@ -39,7 +39,7 @@ def test_a_log_without_a_record_lacks_nothing(tmp_path: Path) -> None:
     assert Coverage().complete_from(T) is None
 
 
-def test_a_table_is_new_or_in_again_or_another_of_its_name(tmp_path: Path) -> None:
+def test_a_start_is_new_again_or_of_another_table_of_the_name(tmp_path: Path) -> None:
     come(tmp_path, (T, 1), (U, 2), at=100)
     come(tmp_path, (T, 1), at=200)
     come(tmp_path, (U, 3), at=300)
@@ -51,14 +51,14 @@ def test_a_table_is_new_or_in_again_or_another_of_its_name(tmp_path: Path) -> No
     )
 
 
-def test_one_that_goes_to_the_other_publication_was_never_out(tmp_path: Path) -> None:
+def test_a_table_that_moves_between_publications_was_never_out(tmp_path: Path) -> None:
     come(tmp_path, (T, 1), at=100)
     come(tmp_path, (T, 1), at=200, moved=(1,))
     assert kinds(tmp_path)[-1] == ("t", 1, "moved")
     assert read_coverage(tmp_path).complete_from(T) == Lsn(200)
 
 
-def test_one_that_was_announced_and_did_not_come_in_was_not_there(tmp_path: Path) -> None:
+def test_an_announced_but_unconfirmed_start_does_not_count(tmp_path: Path) -> None:
     announce_tables(tmp_path, [(T, 1)], Lsn(100))
     announce_tables(tmp_path, [(T, 1)], Lsn(200))
     assert kinds(tmp_path) == [("t", 1, "new")]
@@ -68,7 +68,7 @@ def test_one_that_was_announced_and_did_not_come_in_was_not_there(tmp_path: Path
     assert read_coverage(tmp_path).starts[0].complete_from == Lsn(250)
 
 
-def test_one_that_is_in_and_that_nothing_is_known_of_was_always_in(tmp_path: Path) -> None:
+def test_a_confirmed_table_without_a_record_was_always_in(tmp_path: Path) -> None:
     confirm_tables(tmp_path, [(T, 1)], Lsn(100))
     (found,) = read_coverage(tmp_path).starts
     assert (found.commit, found.announced_at, read_coverage(tmp_path).complete_from(T)) == (0, ZERO, None)
@@ -76,7 +76,7 @@ def test_one_that_is_in_and_that_nothing_is_known_of_was_always_in(tmp_path: Pat
     assert kinds(tmp_path)[-1] == ("t", 1, "again")
 
 
-def test_what_lies_before_all_that_is_kept_goes_but_for_the_last_of_each_table(tmp_path: Path) -> None:
+def test_starts_before_the_kept_rows_are_dropped_except_the_last_of_each_table(tmp_path: Path) -> None:
     for at in (100, 200, 300):
         come(tmp_path, (T, 1), at=at)
     come(tmp_path, (U, 2), at=310)
@@ -90,14 +90,14 @@ def test_what_lies_before_all_that_is_kept_goes_but_for_the_last_of_each_table(t
     ]
 
 
-def test_a_record_that_is_damaged_is_told(tmp_path: Path) -> None:
+def test_a_damaged_coverage_record_is_reported(tmp_path: Path) -> None:
     come(tmp_path, (T, 1), at=100)
     (tmp_path / COVERAGE_FILE).write_text((tmp_path / COVERAGE_FILE).read_text().replace('"t"', '"v"'))
     with pytest.raises(LogCorrupt, match="Restore it"):
         read_coverage(tmp_path)
 
 
-def test_an_open_log_sees_what_comes_later(tmp_path: Path) -> None:
+def test_an_open_log_sees_later_records(tmp_path: Path) -> None:
     diary = Diary(tmp_path / "log")
     log = ChangeLog.open(diary.path)
     assert log.coverage().complete_from(T) is None

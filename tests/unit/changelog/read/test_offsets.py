@@ -83,7 +83,9 @@ def at(seconds: float) -> datetime:
         (420, LogOffset(3, 12)), (430, LogOffset(4)), (450, LogOffset(4)),
     ],
 )  # fmt: skip
-def test_what_ended_up_to_a_position_lies_before_it(log: ChangeLog, position: int, place: LogOffset) -> None:
+def test_an_offset_at_a_position_is_after_all_that_ended_up_to_it(
+    log: ChangeLog, position: int, place: LogOffset
+) -> None:
     assert starting_offset(log, Lsn(position), TABLES) == place
     assert ending_offset(log, Lsn(position), TABLES) == place
 
@@ -96,14 +98,14 @@ def test_what_ended_up_to_a_position_lies_before_it(log: ChangeLog, position: in
         (25, LogOffset(3), LogOffset(3)), (30, LogOffset(3), LogOffset(3, 12)), (41, LogOffset(4), LogOffset(4)),
     ],
 )  # fmt: skip
-def test_a_time_is_that_of_the_first_transaction_then_or_later(
+def test_an_offset_at_a_time_is_before_the_first_transaction_then_or_later(
     log: ChangeLog, second: float, begin: LogOffset, end: LogOffset
 ) -> None:
     assert starting_offset(log, at(second), TABLES) == begin
     assert ending_offset(log, at(second), TABLES) == end
 
 
-def test_a_transaction_of_another_table_that_was_committed_earlier_and_came_later_hides_nothing(tmp_path: Path) -> None:
+def test_an_earlier_transaction_of_another_table_later_in_the_log_hides_nothing(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path / "log", SOURCE)
     one, other = (some.data for some in transactions((110, 30)))
     other = other.set_column(
@@ -126,7 +128,7 @@ def test_a_transaction_of_another_table_that_was_committed_earlier_and_came_late
     assert ending_offset(log, at(29), TABLES) == begin
 
 
-def test_a_commit_is_taken_with_everything_in_it(log: ChangeLog) -> None:
+def test_a_commit_number_includes_the_whole_commit(log: ChangeLog) -> None:
     assert (starting_offset(log, 3, TABLES), ending_offset(log, 3, TABLES)) == (LogOffset(2), LogOffset(3))
     assert starting_offset(log, 5, TABLES) == starting_offset(log, "latest", TABLES) == LogOffset(4)
     assert (starting_offset(log, "earliest", TABLES), ending_offset(log, "earliest", TABLES)) == (
@@ -136,21 +138,21 @@ def test_a_commit_is_taken_with_everything_in_it(log: ChangeLog) -> None:
 
 
 @pytest.mark.parametrize("point", [0, 6, Lsn(451)])
-def test_what_the_log_does_not_have_yet_is_told(log: ChangeLog, point: int | Lsn) -> None:
+def test_an_offset_the_log_does_not_have_yet_is_refused(log: ChangeLog, point: int | Lsn) -> None:
     for place, option in ((starting_offset, "startingPosition"), (ending_offset, "endingPosition")):
         with pytest.raises(ConfigError) as caught:
             place(log, point, TABLES)
         assert f"`{option}`" in caught.value.hint
 
 
-def test_a_time_that_the_log_was_not_read_up_to_is_refused_as_a_start_and_is_an_end(log: ChangeLog) -> None:
+def test_a_time_ahead_of_the_log_is_refused_as_a_start_and_allowed_as_an_end(log: ChangeLog) -> None:
     ahead = datetime.now(UTC) + timedelta(hours=1)
     with pytest.raises(ConfigError, match=r"has not been read up to this time.*`latest`"):
         starting_offset(log, ahead, TABLES)
     assert ending_offset(log, ahead, TABLES) == LogOffset(4)
 
 
-def test_a_time_is_reached_by_the_sources_clock_too_and_by_commits_of_a_quiet_source(tmp_path: Path) -> None:
+def test_a_time_is_reached_by_the_sources_clock_and_by_commits_of_a_quiet_source(tmp_path: Path) -> None:
     diary = Diary(tmp_path / "log")
     diary.commit(inserts(1), at=1_000_000)
     asked = datetime.now(UTC)
@@ -164,16 +166,14 @@ def test_a_time_is_reached_by_the_sources_clock_too_and_by_commits_of_a_quiet_so
     assert starting_offset(ChangeLog.open(diary.path), ahead, TABLES) == LogOffset(2)
 
 
-def test_a_time_before_the_first_transaction_may_lie_before_the_log_and_is_refused(log: ChangeLog) -> None:
+def test_a_start_time_before_the_first_transaction_is_refused(log: ChangeLog) -> None:
     with pytest.raises(ConfigError, match=r"the log begins later.*`earliest` for all that the log has"):
         starting_offset(log, at(9), TABLES)
     assert ending_offset(log, at(9), TABLES) == LogOffset(0)
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_start_from_before_the_log_was_begun_is_refused_and_one_from_then_on_is_not(
-    tmp_path: Path, sealed: bool
-) -> None:
+def test_a_start_before_the_log_is_refused_and_a_later_one_is_not(tmp_path: Path, sealed: bool) -> None:
     before = datetime.now(UTC)
     diary = Diary(tmp_path / "log")
     diary.commit()
@@ -190,7 +190,7 @@ def test_a_start_from_before_the_log_was_begun_is_refused_and_one_from_then_on_i
     assert starting_offset(made, begun, TABLES) == LogOffset(1)
 
 
-def test_a_start_from_before_what_is_kept_is_refused_and_told_what_is_possible(tmp_path: Path) -> None:
+def test_a_start_before_the_kept_rows_is_refused_with_the_possible_ones(tmp_path: Path) -> None:
     with quick_folder(tmp_path) as folder:
         diary = Diary(folder / "log")
         diary.commit(inserts(1), at=10_000_000)
@@ -210,7 +210,7 @@ def test_a_start_from_before_what_is_kept_is_refused_and_told_what_is_possible(t
         assert starting_offset(trimmed, at(21), TABLES) == LogOffset(2)
 
 
-def test_a_place_of_one_table_is_not_hindered_by_another_of_which_rows_are_gone(tmp_path: Path) -> None:
+def test_an_offset_of_one_table_does_not_depend_on_trimmed_rows_of_another(tmp_path: Path) -> None:
     with quick_folder(tmp_path) as folder:
         diary = Diary(folder / "log")
         for number in range(1, 4):

@@ -62,7 +62,7 @@ def keeper_pids(parent: int | None = None) -> list[int]:
 # --- when it is time -----------------------------------------------------------------------------------------
 
 
-def test_it_is_time_to_seal_when_there_are_enough_commits(diary: Diary) -> None:
+def test_a_seal_is_due_after_enough_commits(diary: Diary) -> None:
     unsealed = UnsealedCommits(ChangeLog.open(diary.path))
     keeping = MaintenancePolicy(seal_bytes=1 << 40, seal_commits=3, seal_seconds=1e9)
     for expected in (False, False, True, True):
@@ -75,7 +75,7 @@ def test_it_is_time_to_seal_when_there_are_enough_commits(diary: Diary) -> None:
         assert unsealed.is_seal_due(keeping) is expected
 
 
-def test_it_is_time_to_seal_when_there_are_enough_bytes_pieces_included(diary: Diary) -> None:
+def test_a_seal_is_due_after_enough_bytes_pieces_included(diary: Diary) -> None:
     unsealed = UnsealedCommits(ChangeLog.open(diary.path))
     keeping = MaintenancePolicy(seal_bytes=100_000, seal_commits=1 << 40, seal_seconds=1e9)
     diary.commit((SHOP, [insert(1, big="x" * 60_000)]))
@@ -86,7 +86,7 @@ def test_it_is_time_to_seal_when_there_are_enough_bytes_pieces_included(diary: D
     assert unsealed.is_seal_due(keeping)
 
 
-def test_it_is_time_to_seal_when_the_oldest_has_waited_long_enough_and_no_sooner(
+def test_a_seal_is_due_when_the_oldest_commit_is_old_enough_and_no_sooner(
     diary: Diary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, passed = time.monotonic, 0.0
@@ -110,7 +110,7 @@ def test_it_is_time_to_seal_when_the_oldest_has_waited_long_enough_and_no_sooner
 # --- one round -----------------------------------------------------------------------------------------------
 
 
-def test_a_round_seals_joins_and_cleans(diary: Diary) -> None:
+def test_a_round_seals_merges_and_cleans(diary: Diary) -> None:
     log = ChangeLog.open(diary.path)
     keeping = MaintenancePolicy(grace_seconds=0.0, retention=FOR_EVER)
     for key in range(8):
@@ -122,7 +122,7 @@ def test_a_round_seals_joins_and_cleans(diary: Diary) -> None:
     assert read_all(diary.path) == diary.rows()
 
 
-def test_a_round_that_is_not_to_seal_only_cleans_and_trims(diary: Diary) -> None:
+def test_a_round_without_a_due_seal_only_cleans_and_trims(diary: Diary) -> None:
     diary.commit(inserts(1))
     done = maintain_once(ChangeLog.open(diary.path), NEVER, seal=False)
     assert (done.sealed.seals, done.trimmed.rows) == (0, 0)
@@ -148,7 +148,7 @@ def test_a_round_trims_by_the_policy(diary: Diary) -> None:
         list(log.follow(0))
 
 
-def test_a_log_that_is_nearly_full_is_sealed_and_cleaned_before_anyone_is_detached(diary: Diary) -> None:
+def test_a_nearly_full_log_is_sealed_and_cleaned_before_a_reader_is_detached(diary: Diary) -> None:
     write_table_progress(diary.path, [TableProgress(table=SHOP.table, numbers=(1,), commit=0, seq=0)])
     for key in range(4):
         diary.commit((SHOP, [insert(key, big=os.urandom(50_000).hex())]))
@@ -163,7 +163,7 @@ def test_a_log_that_is_nearly_full_is_sealed_and_cleaned_before_anyone_is_detach
     assert done.trimmed.detached == (str(SHOP.table),)
 
 
-def test_a_round_yields_to_one_who_seals_by_hand(diary: Diary) -> None:
+def test_a_round_yields_to_another_sealer(diary: Diary) -> None:
     diary.commit(inserts(1))
     with Sealer(diary.path), pytest.raises(LogBusy):
         maintain_once(ChangeLog.open(diary.path), NEVER, seal=True)
@@ -173,7 +173,7 @@ def test_a_round_yields_to_one_who_seals_by_hand(diary: Diary) -> None:
 # --- the process ---------------------------------------------------------------------------------------------
 
 
-def test_the_process_seals_beside_a_writer_that_goes_on(diary: Diary) -> None:
+def test_the_process_seals_while_a_writer_continues(diary: Diary) -> None:
     keeper = LogMaintenance(diary.path, MaintenancePolicy(seal_commits=5, grace_seconds=0.0, retention=FOR_EVER))
     keeper.start()
     try:
@@ -195,7 +195,7 @@ def test_the_process_seals_beside_a_writer_that_goes_on(diary: Diary) -> None:
     assert read_all(diary.path) == diary.rows()
 
 
-def test_a_process_that_finds_damage_says_so_loudly_and_leaves_the_writer_alone(
+def test_a_process_that_finds_damage_logs_an_error_and_does_not_stop_the_writer(
     diary: Diary, caplog: pytest.LogCaptureFixture
 ) -> None:
     diary.commit(inserts(1, big="x" * 1000))
@@ -219,7 +219,7 @@ def test_a_process_that_finds_damage_says_so_loudly_and_leaves_the_writer_alone(
     assert rows_of(ChangeLog.open(diary.path).follow(1)) == diary.rows(1)
 
 
-def test_a_process_that_was_killed_is_started_again(diary: Diary, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_process_is_started_again(diary: Diary, caplog: pytest.LogCaptureFixture) -> None:
     keeping = MaintenancePolicy(
         seal_commits=1, grace_seconds=0.0, retention=FOR_EVER, check_seconds=0.05, retry_seconds=0.1
     )
@@ -238,7 +238,7 @@ def test_a_process_that_was_killed_is_started_again(diary: Diary, caplog: pytest
     assert keeper_pids() == []
 
 
-def test_a_process_ends_with_the_one_who_started_it(diary: Diary) -> None:
+def test_a_process_ends_with_its_parent(diary: Diary) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"
         "from tailrace.changelog.maintain.maintenance import LogMaintenance, MaintenancePolicy\n"
@@ -253,7 +253,7 @@ def test_a_process_ends_with_the_one_who_started_it(diary: Diary) -> None:
     assert eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_a_keeper_that_was_never_started_or_finds_no_log_can_be_stopped(tmp_path: Path) -> None:
+def test_maintenance_without_a_start_or_a_log_can_be_stopped(tmp_path: Path) -> None:
     LogMaintenance(tmp_path / "nothing", MaintenancePolicy()).stop()
     keeper = LogMaintenance(tmp_path / "nothing", MaintenancePolicy())
     keeper.start()

@@ -34,7 +34,7 @@ def filled(path: LogPath) -> LogPath:
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.b.json", "a", ".hidden", "a.", ".a.tmp", "@tables.json"])
-def test_the_parts_of_a_name_are_those_of_a_path(store: ObjectPath, name: str) -> None:
+def test_an_object_path_has_the_parts_of_a_path(store: ObjectPath, name: str) -> None:
     ours, theirs = store / "x" / name, Path("/log/x") / name
     assert (ours.name, ours.stem, ours.suffix, ours.parent.name) == (
         theirs.name,
@@ -44,7 +44,7 @@ def test_the_parts_of_a_name_are_those_of_a_path(store: ObjectPath, name: str) -
     )
 
 
-def test_a_path_is_its_url_wherever_it_is_sent() -> None:
+def test_a_path_survives_pickling_as_its_url() -> None:
     path = ObjectPath.parse("s3://bucket//a/b/", endpoint="http://here:1", region=None)
     assert str(path) == "s3://bucket/a/b"
     assert str(path / "c") == "s3://bucket/a/b/c"
@@ -54,7 +54,7 @@ def test_a_path_is_its_url_wherever_it_is_sent() -> None:
     assert files.parse_log_path("/tmp/log") == Path("/tmp/log")
 
 
-def test_both_spellings_of_a_store_name_one_place() -> None:
+def test_both_spellings_of_a_store_name_one_path() -> None:
     ours, sparks = ObjectPath.parse("s3://bucket/a/b"), ObjectPath.parse("s3a://bucket/a/b/")
     assert sparks == ours
     assert str(sparks) == "s3://bucket/a/b"
@@ -64,13 +64,13 @@ def test_both_spellings_of_a_store_name_one_place() -> None:
 @pytest.mark.parametrize(
     "url", ["s3://", "s3a://", "s3:///x", "s3://bucket/../x", "s3://bucket/a/./b", "s3://my bucket/x"]
 )
-def test_an_address_that_leads_nowhere_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="not the address"):
         ObjectPath.parse(url)
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/x", "s3n://bucket/x", "hdfs://host:8020/x", "abfss://c@account/x"])
-def test_a_store_that_was_never_tried_is_refused_and_what_was_tried_is_said(url: str) -> None:
+def test_an_untested_store_is_refused_with_a_hint_at_the_tested_one(url: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot be at `{url.partition(':')[0]}://`") as caught:
         ObjectPath.parse(url)
     assert "s3a://" in caught.value.hint
@@ -80,7 +80,7 @@ def test_a_store_that_was_never_tried_is_refused_and_what_was_tried_is_said(url:
 @pytest.mark.parametrize(
     "url", ["s3a://KEY:secret@bucket/x", "s3a://KEY:se/cret@bucket/x", "KEY:secret://bucket/x", "s3://minio:9000/b"]
 )
-def test_what_an_address_must_not_hold_is_refused_and_not_repeated(url: str) -> None:
+def test_credentials_in_an_address_are_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ObjectPath.parse(url)
     assert not re.search("KEY|cret", str(caught.value))
@@ -100,7 +100,7 @@ def test_a_glob_finds_what_it_finds_on_a_disk(store: ObjectPath, tmp_path: Path,
     assert found(filled(store)) == found(filled(tmp_path / "log"))
 
 
-def test_what_is_there_is_told_as_on_a_disk(store: ObjectPath, tmp_path: Path) -> None:
+def test_existing_objects_are_listed_as_on_a_disk(store: ObjectPath, tmp_path: Path) -> None:
     def told(path: LogPath) -> list[object]:
         names = sorted(files.list_names(path)), sorted(files.list_names(path / "schemas"))
         sizes = {files.relative_name(path, file): size for file, size in files.file_sizes(path).items()}
@@ -111,7 +111,7 @@ def test_what_is_there_is_told_as_on_a_disk(store: ObjectPath, tmp_path: Path) -
     assert told(filled(store)) == told(filled(tmp_path / "log"))
 
 
-def test_what_is_not_there_is_missing_and_deleting_it_is_no_error(store: ObjectPath) -> None:
+def test_a_missing_object_raises_and_its_deletion_is_no_error(store: ObjectPath) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         (store / "x").read_bytes()
     assert caught.value.filename == str(store / "x")
@@ -120,7 +120,7 @@ def test_what_is_not_there_is_missing_and_deleting_it_is_no_error(store: ObjectP
     assert files.read_stamp(store / "x") is None
 
 
-def test_parts_of_an_object_are_read_also_of_an_empty_one(store: ObjectPath) -> None:
+def test_ranges_are_read_even_of_an_empty_object(store: ObjectPath) -> None:
     (store / "x").write_bytes(b"0123456789")
     (store / "empty").write_bytes(b"")
     assert files.read_start(store / "x", 4) == (b"0123", 10)
@@ -130,9 +130,7 @@ def test_parts_of_an_object_are_read_also_of_an_empty_one(store: ObjectPath) -> 
     assert bytes(files.read_view(store / "x")) == b"0123456789"
 
 
-def test_many_bytes_are_kept_at_hand_in_a_file_without_a_name(
-    store: ObjectPath, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_objects_are_cached_in_a_file_without_a_name(store: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_IN_MEMORY_BYTES_MAX", 10)
     monkeypatch.setattr(objects, "_KEPT_BYTES_MAX", 250)
     for name in "abc":
@@ -147,7 +145,7 @@ def test_many_bytes_are_kept_at_hand_in_a_file_without_a_name(
 # ---- once ------------------------------------------------------------------------------------------------
 
 
-def test_of_many_who_take_a_name_at_once_exactly_one_has_it(store: ObjectPath) -> None:
+def test_exactly_one_of_many_concurrent_puts_gets_a_name(store: ObjectPath) -> None:
     won: list[int] = []
     begin = threading.Barrier(8)
 
@@ -168,14 +166,14 @@ def test_of_many_who_take_a_name_at_once_exactly_one_has_it(store: ObjectPath) -
     assert (store / "name").read_bytes() == b"%d" % won[0]
 
 
-def test_a_name_with_our_own_bytes_is_ours_and_one_with_others_is_not(store: ObjectPath) -> None:
+def test_a_taken_name_is_ours_only_with_our_own_bytes(store: ObjectPath) -> None:
     files.create(store / "name", b"ours")
     files.create(store / "name", b"ours")
     with pytest.raises(FileExistsError):
         files.create(store / "name", b"theirs")
 
 
-def test_a_record_is_replaced_only_by_one_who_knows_what_it_says(store: ObjectPath) -> None:
+def test_a_record_is_replaced_only_if_unchanged_since_it_was_read(store: ObjectPath) -> None:
     path = store / "record"
     files.compare_and_swap(path, b"1", None)
     before = files.read_stamp(path)
@@ -189,7 +187,7 @@ def test_a_record_is_replaced_only_by_one_who_knows_what_it_says(store: ObjectPa
     assert path.read_bytes() == b"2"
 
 
-def test_what_is_added_to_a_file_stands_behind_what_it_had(store: ObjectPath, tmp_path: Path) -> None:
+def test_append_adds_to_the_end_of_a_file(store: ObjectPath, tmp_path: Path) -> None:
     for path in (store / "lines", tmp_path / "lines"):
         files.append(path, b"one\n")
         files.append(path, b"two\n")

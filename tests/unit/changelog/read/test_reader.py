@@ -22,13 +22,13 @@ PLACES = ("disk", "store")
 OTHER = named("public", "other", 2)
 
 
-def test_following_begins_after_the_commit_it_is_given(filled: LogPath) -> None:
+def test_following_begins_after_the_given_commit(filled: LogPath) -> None:
     log = ChangeLog.open(filled)
     assert ids(list(log.follow(2))) == [(4, 4), (5, 5)]
     assert list(log.follow(3)) == []
 
 
-def test_following_can_keep_to_one_table(writer: LogWriter, folder: LogPath) -> None:
+def test_following_can_be_limited_to_one_table(writer: LogWriter, folder: LogPath) -> None:
     writer.append(window(0, 100, batch(SHOP, insert(1)), batch(OTHER, insert(2), first=1)))
     log = ChangeLog.open(folder)
     assert ids(list(log.follow(0, table=2))) == [(2, 2)]
@@ -55,13 +55,13 @@ def test_following_sees_what_another_thread_commits_later(writer: LogWriter, fol
     assert ids(found) == [(n, n) for n in range(1, 21)] + [(21, 99)]
 
 
-def test_following_ends_when_nothing_came_in_time(filled: LogPath) -> None:
+def test_following_ends_when_no_row_arrives_in_time(filled: LogPath) -> None:
     began = time.monotonic()
     assert len(list(ChangeLog.open(filled).follow(0, wait_seconds=0.3))) == 2
     assert time.monotonic() - began >= 0.3
 
 
-def test_a_reader_finds_shapes_that_came_after_it_was_opened(writer: LogWriter, folder: LogPath) -> None:
+def test_a_reader_finds_schemas_written_after_it_was_opened(writer: LogWriter, folder: LogPath) -> None:
     log = ChangeLog.open(folder)
     writer.append(rows_window(0, 100, 1))
     assert len(list(log.follow(0))) == 1
@@ -69,7 +69,7 @@ def test_a_reader_finds_shapes_that_came_after_it_was_opened(writer: LogWriter, 
     assert [found.schema for found in log.follow(1)] == [OTHER]
 
 
-def test_a_commit_that_two_threads_see_come_is_one_commit(
+def test_a_new_commit_seen_by_two_threads_counts_once(
     writer: LogWriter, folder: LogPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer.append(Window(start=ZERO, end=Lsn(10)))
@@ -103,7 +103,7 @@ def test_the_newest_commit_is_found_again_as_the_log_grows(writer: LogWriter, fo
 # --- shapes ------------------------------------------------------------------------------------------------
 
 
-def test_a_shape_is_written_once_and_a_new_one_gets_a_new_version(writer: LogWriter, folder: LogPath) -> None:
+def test_a_schema_is_written_once_and_a_new_one_gets_a_new_version(writer: LogWriter, folder: LogPath) -> None:
     wider = named("public", "things", SHOP.relation, like=SHOP)
     renamed = named("public", "renamed", SHOP.relation)
     writer.append(rows_window(0, 100, 1))
@@ -114,7 +114,7 @@ def test_a_shape_is_written_once_and_a_new_one_gets_a_new_version(writer: LogWri
     assert [found.schema for found in ChangeLog.open(folder).follow(0)] == [SHOP, SHOP, renamed]
 
 
-def test_a_table_made_again_is_another_table(writer: LogWriter, folder: LogPath) -> None:
+def test_a_recreated_table_is_another_table(writer: LogWriter, folder: LogPath) -> None:
     writer.append(rows_window(0, 100, 1))
     writer.append(rows_window(100, 200, 2, schema=named("public", "things", SHOP.relation + 1)))
     assert [body.table for header in ChangeLog.open(folder).headers(0) for body in header.bodies if body.table] == [
@@ -148,14 +148,14 @@ def index(writer: LogWriter, folder: LogPath) -> LogIndex:
     return LogIndex(ChangeLog.open(folder))
 
 
-def test_an_index_of_nothing_knows_where_it_is(index: LogIndex) -> None:
+def test_an_empty_index_has_positions(index: LogIndex) -> None:
     assert (index.last_commit, index.position, index.rows, index.rows_captured(1)) == (0, ZERO, 0, 0)
     assert index.next_seq(0) == 1
     assert index.pending(1, 0, 99) == []
     assert index.commit_at(Lsn(1000)) == 0
 
 
-def test_an_index_grows_to_where_it_is_told_and_then_on(index: LogIndex) -> None:
+def test_an_index_grows_to_a_number_and_then_further(index: LogIndex) -> None:
     index.grow(3)
     assert (index.last_commit, index.position, index.rows, index.transactions) == (3, Lsn(300), 4, 2)
     assert (index.rows_captured(1), index.rows_captured(2)) == (3, 1)
@@ -172,9 +172,7 @@ def test_an_index_grows_to_where_it_is_told_and_then_on(index: LogIndex) -> None
     ("position", "commit"),
     [(0, 0), (99, 0), (100, 1), (150, 1), (200, 2), (399, 3), (400, 4), (499, 4), (500, 5), (9999, 5)],
 )
-def test_a_position_lies_behind_the_commits_that_end_at_or_before_it(
-    index: LogIndex, position: int, commit: int
-) -> None:
+def test_a_position_is_after_the_commits_that_end_at_or_before_it(index: LogIndex, position: int, commit: int) -> None:
     index.grow()
     assert index.commit_at(Lsn(position)) == commit
 
@@ -194,14 +192,14 @@ def test_a_position_lies_behind_the_commits_that_end_at_or_before_it(
         (9, 0, 5, []),
     ],
 )
-def test_what_a_table_still_needs_is_what_holds_rows_after_its_own_seq(
+def test_pending_slices_are_those_with_rows_after_the_tables_seq(
     index: LogIndex, table: int, seq: int, to: int, commits: list[int]
 ) -> None:
     index.grow()
     assert [found.last for found in index.pending(table, seq, to)] == commits
 
 
-def test_a_slice_says_where_its_rows_are(index: LogIndex, folder: LogPath) -> None:
+def test_a_slice_names_the_commits_of_its_rows(index: LogIndex, folder: LogPath) -> None:
     index.grow()
     (found,) = index.pending(2, 0, 5)
     assert (found.first, found.last, found.schema, found.rows, found.last_seq) == (3, 3, 1, 1, 4)

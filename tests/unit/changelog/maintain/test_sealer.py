@@ -67,7 +67,7 @@ def test_a_row_is_the_same_before_sealing_in_the_grace_period_and_after(diary: D
 
 
 @pytest.mark.parametrize("commits", [1, 3, 100])
-def test_each_row_comes_with_the_version_of_its_shape_it_was_written_with(diary: Diary, commits: int) -> None:
+def test_each_row_has_the_schema_version_it_was_written_with(diary: Diary, commits: int) -> None:
     write_everything(diary)
     seal(diary.path, join=False, limits=SealLimits(commits=commits))
     found = in_order(rows_of(ChangeLog.open(diary.path).follow(table=str(SHOP.table))))
@@ -78,7 +78,7 @@ def test_each_row_comes_with_the_version_of_its_shape_it_was_written_with(diary:
 @mostly_on_disk
 @pytest.mark.parametrize("join", [False, True])
 @pytest.mark.parametrize("commits", [1, 4])
-def test_following_gives_the_same_tail_after_every_commit_hot_or_cold(diary: Diary, commits: int, join: bool) -> None:
+def test_following_gives_the_same_tail_after_every_commit_sealed_or_not(diary: Diary, commits: int, join: bool) -> None:
     write_everything(diary)
     seal(diary.path, join=join, limits=replace(PAIRS, commits=commits))
     for after in range(diary.writer.commit + 1):
@@ -87,7 +87,7 @@ def test_following_gives_the_same_tail_after_every_commit_hot_or_cold(diary: Dia
             assert read_all(diary.path, after, table=schema.table) == diary.rows(after, schema), after
 
 
-def test_following_from_a_position_gives_the_same_tail_hot_or_cold(diary: Diary) -> None:
+def test_following_from_a_position_gives_the_same_tail_sealed_or_not(diary: Diary) -> None:
     write_everything(diary)
     ends = range(0, diary.writer.position.value + 150, 50)
 
@@ -101,7 +101,7 @@ def test_following_from_a_position_gives_the_same_tail_hot_or_cold(diary: Diary)
     assert tails() == hot
 
 
-def test_the_commits_of_a_part_of_the_log_can_be_read_from_sealed_ones(diary: Diary) -> None:
+def test_a_range_of_commits_can_be_read_from_sealed_files(diary: Diary) -> None:
     write_everything(diary)
     seal(diary.path, limits=replace(PAIRS, commits=3))
     log = ChangeLog.open(diary.path)
@@ -116,7 +116,7 @@ def test_the_commits_of_a_part_of_the_log_can_be_read_from_sealed_ones(diary: Di
         assert [row.seq for row in in_order(found)] == [seq for seq in seqs if after < seq <= after + 4]
 
 
-def test_rows_of_all_tables_come_commit_by_commit_from_sealed_files(diary: Diary) -> None:
+def test_rows_of_all_tables_are_read_commit_by_commit_from_sealed_files(diary: Diary) -> None:
     write_everything(diary)
     seal(diary.path)
     commit_of = {item.row.seq: item.commit for item in diary.noted}
@@ -147,7 +147,7 @@ EVERY_TYPE: dict[str, tuple[pa.DataType, Any]] = {
 }
 
 
-def test_values_of_every_type_and_columns_of_odd_names_survive(diary: Diary) -> None:
+def test_values_of_every_type_and_columns_of_odd_names_are_read_back(diary: Diary) -> None:
     schema = table_schema({"id": pa.int64(), **{name: kind for name, (kind, _) in EVERY_TYPE.items()}})
     whole = {name: value for name, (_, value) in EVERY_TYPE.items()}
     diary.commit((schema, [insert({"id": 1, **whole}), insert(2), update(1, before={"id": 1, **whole})]))
@@ -173,7 +173,7 @@ def write_a_little(diary: Diary) -> None:
 @mostly_on_disk
 @pytest.mark.parametrize("table", [None, SHOP.table, "schema"])
 @pytest.mark.parametrize("sealed_before", [False, True])
-def test_a_reader_that_stops_at_any_batch_while_the_log_is_sealed_joined_and_cleaned_gets_each_row_once(
+def test_a_reader_stopped_at_any_batch_gets_each_row_once_while_the_log_is_sealed_and_merged(
     quick: LogPath, table: Any, sealed_before: bool
 ) -> None:
     for paused in range(20):
@@ -202,7 +202,7 @@ def test_a_reader_that_stops_at_any_batch_while_the_log_is_sealed_joined_and_cle
     pytest.fail("the reader never ended")
 
 
-def test_an_idle_reader_learns_of_commits_that_were_sealed_and_cleaned_away_meanwhile(diary: Diary) -> None:
+def test_an_idle_reader_finds_commits_sealed_and_cleaned_meanwhile(diary: Diary) -> None:
     diary.commit(inserts(1))
     log = ChangeLog.open(diary.path)
     assert log.newest() == 1
@@ -216,7 +216,7 @@ def test_an_idle_reader_learns_of_commits_that_were_sealed_and_cleaned_away_mean
     assert rows_of(log.follow(1)) == diary.rows(1)
 
 
-def test_a_writer_goes_on_after_everything_was_sealed(diary: Diary) -> None:
+def test_a_writer_continues_after_everything_was_sealed(diary: Diary) -> None:
     write_everything(diary)
     before = (diary.writer.commit, diary.writer.position, diary.writer.next_seq)
     seal(diary.path)
@@ -231,7 +231,7 @@ def test_a_writer_goes_on_after_everything_was_sealed(diary: Diary) -> None:
 # --- what a seal is ------------------------------------------------------------------------------------------
 
 
-def test_of_a_run_of_commits_without_rows_a_seal_lists_only_the_last(diary: Diary) -> None:
+def test_a_seal_lists_only_the_last_of_a_run_of_commits_without_rows(diary: Diary) -> None:
     for given in ((), (), (inserts(1),), (), (), (), (inserts(2),), (inserts(3),), (), ()):
         diary.commit(*given)
     seal(diary.path)
@@ -270,7 +270,7 @@ def test_sealing_nothing_and_sealing_again_do_nothing(diary: Diary) -> None:
         assert sealer.unsealed_range() == (2, 1)
 
 
-def test_progress_is_told_seal_by_seal(diary: Diary) -> None:
+def test_progress_is_reported_after_each_seal(diary: Diary) -> None:
     for key in range(5):
         diary.commit(inserts(key))
     told: list[tuple[int, int]] = []
@@ -288,7 +288,7 @@ def test_a_seal_ends_before_the_commit_that_would_make_it_too_large(diary: Diary
     assert [(found.first, found.last) for found in log.seal_index.seals] == [(1, 2), (3, 4)]
 
 
-def test_two_who_seal_at_once_are_told_apart(diary: Diary) -> None:
+def test_a_second_sealer_is_refused(diary: Diary) -> None:
     with Sealer(diary.path), pytest.raises(LogBusy):
         Sealer(diary.path, wait_seconds=0)
     Sealer(diary.path, wait_seconds=0).close()
@@ -351,7 +351,7 @@ def test_rows_whose_seal_was_removed_by_hand_stay_until_it_is_restored(diary: Di
 
 
 @only_on_disk
-def test_opening_a_log_to_seal_sweeps_what_one_who_died_left(diary: Diary) -> None:
+def test_a_new_sealer_sweeps_what_a_dead_one_left(diary: Diary) -> None:
     write_everything(diary)
     seal(diary.path)
     for leftover in (
@@ -370,7 +370,7 @@ def test_opening_a_log_to_seal_sweeps_what_one_who_died_left(diary: Diary) -> No
     assert read_all(diary.path) == diary.rows()
 
 
-def test_a_log_of_before_sealing_is_sealed_too(filled: LogPath) -> None:
+def test_a_log_older_than_sealing_is_sealed_too(filled: LogPath) -> None:
     seal(filled)
     assert [row.values["id"] for row in read_all(filled)] == [1, 2, 3, 4, 5]
     writer = LogWriter(filled, SOURCE)

@@ -19,7 +19,7 @@ def test_a_table_is_found_by_its_name_and_by_its_relation(tmp_path: Path) -> Non
     assert schemas.current_numbers(TableId("public", "nobody"), None) == []
 
 
-def test_one_that_was_dropped_and_made_again_has_two_numbers(tmp_path: Path) -> None:
+def test_a_recreated_table_has_two_numbers(tmp_path: Path) -> None:
     schemas = LogSchemas(tmp_path)
     first = schemas.record(SHOP)
     assert schemas.current_numbers(SHOP.table, SHOP.relation) == [first.table]
@@ -27,7 +27,7 @@ def test_one_that_was_dropped_and_made_again_has_two_numbers(tmp_path: Path) -> 
     assert schemas.current_numbers(SHOP.table, SHOP.relation) == [first.table, second.table]
 
 
-def test_after_a_rename_the_old_name_is_nobodys(tmp_path: Path) -> None:
+def test_after_a_rename_the_old_name_has_no_table(tmp_path: Path) -> None:
     schemas = LogSchemas(tmp_path)
     first = schemas.record(SHOP)
     renamed = replace(SHOP, table=TableId(SHOP.table.schema, "renamed"))
@@ -38,7 +38,7 @@ def test_after_a_rename_the_old_name_is_nobodys(tmp_path: Path) -> None:
     assert schemas.current_numbers(SHOP.table, SHOP.relation) == [first.table]
 
 
-def test_one_that_another_thread_finds_meanwhile_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_version_added_by_another_thread_breaks_no_search(tmp_path: Path) -> None:
     schemas = LogSchemas(tmp_path)
     first, second = schemas.record(SHOP), schemas.record(replace(SHOP, relation=SHOP.relation + 1))
     found = iter(range(2, 9))

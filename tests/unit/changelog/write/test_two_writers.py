@@ -1,7 +1,7 @@
 """Two writers of one log: one wins, the other is refused; no gap, no fork, nothing written over.
 
 The lease keeps the second writer out; the fence must hold where the lease does not (another host, a lock that
-lies). So most tests here take the lease away. The lease itself: test_lease.py; whole processes: test_take_over.py.
+lies). So most tests here take the lease away. The lease itself: test_log_lease.py; whole processes: test_log_take_over.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def keys(folder: LogPath, after: int = 0) -> list[object]:
 # --- the number is the fence -------------------------------------------------------------------------------
 
 
-def test_the_second_to_write_a_number_is_refused_and_writes_nothing_over(
+def test_the_second_writer_of_a_number_is_refused_and_overwrites_nothing(
     rivals: tuple[LogWriter, LogWriter], filled: LogPath
 ) -> None:
     one, other = rivals
@@ -75,7 +75,7 @@ def test_a_refused_writer_stays_refused(rivals: tuple[LogWriter, LogWriter], fil
     assert keys(filled, 3) == [10, 11]
 
 
-def test_a_writer_that_slept_through_several_commits_is_refused(
+def test_a_writer_paused_during_several_commits_is_refused(
     rivals: tuple[LogWriter, LogWriter], filled: LogPath
 ) -> None:
     one, other = rivals
@@ -174,7 +174,7 @@ def test_writers_that_race_leave_no_gap_and_no_fork(rivals: tuple[LogWriter, Log
 # --- the lease ---------------------------------------------------------------------------------------------
 
 
-def test_a_second_writer_waits_and_is_then_told_who_holds_the_log(
+def test_a_second_writer_waits_and_then_gets_an_error_that_names_the_holder(
     writer: LogWriter, folder: LogPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "LogLease", functools.partial(LogLease, wait_seconds=0.3))
@@ -187,7 +187,7 @@ def test_a_second_writer_waits_and_is_then_told_who_holds_the_log(
     writer.append(rows_window(0, 100, 1))
 
 
-def test_a_writer_that_waits_gets_in_when_the_first_one_closes(folder: LogPath) -> None:
+def test_a_waiting_writer_gets_the_log_when_the_first_one_closes(folder: LogPath) -> None:
     first = LogWriter(folder, SOURCE)
     timer = threading.Timer(0.2, first.close)
     began = time.monotonic()

@@ -51,7 +51,7 @@ def followed(
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_reader_gets_what_is_before_and_is_told(diary: Diary, sealed: bool) -> None:
+def test_a_reader_gets_the_rows_before_a_gap_and_then_an_error(diary: Diary, sealed: bool) -> None:
     if sealed:
         seal(diary.path)
     found, told = followed(diary.path)
@@ -64,14 +64,14 @@ def test_a_reader_gets_what_is_before_and_is_told(diary: Diary, sealed: bool) ->
     assert followed(diary.path, read_gaps(diary.path)[0].end) == ([3], None)
 
 
-def test_log_show_names_the_place(diary: Diary) -> None:
+def test_log_show_names_the_gap(diary: Diary) -> None:
     gap_before(diary)  # of a commit that never came
     shown = log_actions.read_overview(diary.path)
     assert shown.gaps == (3,)
     assert "changes missing before commit 3" in log_view.log_text(shown)
 
 
-def test_a_reader_with_a_name_is_told_until_it_says_where_to_go_on(diary: Diary) -> None:
+def test_a_consumer_gets_the_error_until_it_gives_a_start(diary: Diary) -> None:
     assert followed(diary.path, consumer="me")[0] == [1, 2]
     found, told = followed(diary.path, consumer="me")
     assert found == []
@@ -80,7 +80,7 @@ def test_a_reader_with_a_name_is_told_until_it_says_where_to_go_on(diary: Diary)
     assert followed(diary.path, consumer="me") == ([], None)
 
 
-def test_a_gap_whose_commit_never_came_counts_for_nothing(diary: Diary) -> None:
+def test_a_gap_without_its_commit_does_not_count(diary: Diary) -> None:
     never = gap_before(diary)
     assert followed(diary.path, 3) == ([3], None)
     again = Gap(commit=never.commit, start=never.start, end=Lsn(never.end.value + STEP))
@@ -92,7 +92,7 @@ def test_a_gap_whose_commit_never_came_counts_for_nothing(diary: Diary) -> None:
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_gap_that_was_begun_and_whose_slot_was_never_made_counts_for_nothing(diary: Diary, quiet: bool) -> None:
+def test_a_gap_whose_slot_was_never_created_does_not_count(diary: Diary, quiet: bool) -> None:
     here = diary.writer.position
     record_gap(diary.path, Gap(commit=diary.writer.commit + 1, start=here, end=here))
     diary.commit(*([] if quiet else [inserts(4)]))
@@ -104,7 +104,7 @@ def test_a_gap_that_was_begun_and_whose_slot_was_never_made_counts_for_nothing(d
     assert followed(diary.path, 5)[1] is not None
 
 
-def test_a_record_that_is_not_what_was_written_is_told(diary: Diary) -> None:
+def test_a_damaged_gap_record_is_reported(diary: Diary) -> None:
     record = diary.path / GAPS_FILE
     record.write_bytes(record.read_bytes().replace(b'"commit": 3', b'"commit": 2'))
     with pytest.raises(LogCorrupt, match="the record of the log's gaps cannot be read"):
@@ -113,12 +113,12 @@ def test_a_record_that_is_not_what_was_written_is_told(diary: Diary) -> None:
     assert "the record of the log's gaps" in flaw.message
 
 
-def test_shapes_are_followed_across(diary: Diary) -> None:
+def test_the_schema_stream_is_followed_across_a_gap(diary: Diary) -> None:
     assert len(log_actions.read_schema_versions(diary.path)) == 1
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_log_that_lost_the_record_is_not_read_across_the_place(diary: Diary, sealed: bool) -> None:
+def test_a_log_without_its_gap_record_is_not_read_across_the_gap(diary: Diary, sealed: bool) -> None:
     if sealed:
         seal(diary.path)
     (diary.path / GAPS_FILE).unlink()

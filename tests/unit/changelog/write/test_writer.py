@@ -41,7 +41,7 @@ def test_a_new_log_is_empty_and_has_an_id(writer: LogWriter, folder: LogPath) ->
     assert len(writer.log_id) == 32
 
 
-def test_the_first_commit_states_where_the_log_begins(writer: LogWriter, folder: LogPath) -> None:
+def test_the_first_commit_has_the_position_where_the_log_begins(writer: LogWriter, folder: LogPath) -> None:
     header = writer.append(window(0x500, 0x600))
     assert header is not None
     assert (header.commit, header.start, header.end) == (1, Lsn(0x500), Lsn(0x600))
@@ -87,7 +87,7 @@ def test_seq_is_rebased_in_every_batch_of_a_window(writer: LogWriter, folder: Lo
     assert everything(folder) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6)]
 
 
-def test_a_commit_says_what_it_holds(writer: LogWriter, folder: LogPath) -> None:
+def test_a_commit_header_describes_its_rows(writer: LogWriter, folder: LogPath) -> None:
     writer.append(
         window(
             0,
@@ -105,7 +105,7 @@ def test_a_commit_says_what_it_holds(writer: LogWriter, folder: LogPath) -> None
     assert header.log == writer.log_id
 
 
-def test_optional_columns_without_a_value_are_left_out_until_asked_for(writer: LogWriter, folder: LogPath) -> None:
+def test_optional_columns_without_a_value_are_not_stored(writer: LogWriter, folder: LogPath) -> None:
     writer.append(window(0, 100, batch(SHOP, insert(1, name="a"), update(1, name="b"))))
     (header,) = ChangeLog.open(folder).headers(0)
     assert header.bodies[0].without == change.OPTIONAL
@@ -118,7 +118,7 @@ def test_optional_columns_without_a_value_are_left_out_until_asked_for(writer: L
     whole.validate(full=True)
 
 
-def test_everything_in_a_row_comes_back(writer: LogWriter, folder: LogPath) -> None:
+def test_every_value_of_a_row_is_read_back(writer: LogWriter, folder: LogPath) -> None:
     given = batch(
         SHOP,
         insert(1, name="né", big=None, n=-5),
@@ -137,7 +137,7 @@ def test_everything_in_a_row_comes_back(writer: LogWriter, folder: LogPath) -> N
     assert (found.moves, found.truncates, found.unfit) == (given.moves, given.truncates, given.unfit)
 
 
-def test_columns_named_like_ours_survive(writer: LogWriter, folder: LogPath) -> None:
+def test_columns_named_like_metadata_columns_are_read_back(writer: LogWriter, folder: LogPath) -> None:
     odd = table_schema({"_op": pa.string(), "_op_": pa.string(), "_seq": pa.int64(), "_commit": pa.int32()}, ("_seq",))
     values = {"_op": "mine", "_op_": "too", "_seq": 99, "_commit": 7}
     writer.append(window(0, 100, batch(odd, insert(values), *move({"_seq": 99}, values))))
@@ -149,7 +149,7 @@ def test_columns_named_like_ours_survive(writer: LogWriter, folder: LogPath) -> 
     assert events[2].moved_from == {"_seq": 99}, "the column's own name"
 
 
-def test_tables_whose_names_could_meet_stay_apart(writer: LogWriter, folder: LogPath) -> None:
+def test_tables_with_similar_names_are_kept_apart(writer: LogWriter, folder: LogPath) -> None:
     names = [("a.b", "c"), ("a", "b.c"), ("A", "b.c"), ("a", "B.C"), ("a", "x" * 300), ("a", "../../x"), ("", "")]
     tables = [named(schema, name, n + 1) for n, (schema, name) in enumerate(names)]
     for n, table in enumerate(tables):
@@ -170,7 +170,7 @@ def test_a_window_that_does_not_start_where_the_log_ends_is_refused(filled: LogP
     assert everything(filled)[-1] == (6, 6)
 
 
-def test_a_commit_is_whole_or_not_there(writer: LogWriter, folder: LogPath) -> None:
+def test_a_commit_exists_as_a_whole_or_not_at_all(writer: LogWriter, folder: LogPath) -> None:
     writer.append(rows_window(0, 100, 1))
     assert sorted(path.name for path in (folder / "hot").iterdir()) == [commit_path(folder, 1).name]
 
@@ -190,20 +190,20 @@ def test_the_log_of_another_source_is_refused(filled: LogPath) -> None:
     LogWriter(filled, SOURCE).close()
 
 
-def test_a_refused_source_leaves_the_lease_to_the_next(filled: LogPath) -> None:
+def test_a_refused_source_releases_the_lease(filled: LogPath) -> None:
     with pytest.raises(LogForeign):
         LogWriter(filled, replace(SOURCE, system="two"))
     LogWriter(filled, SOURCE).close()
 
 
-def test_a_log_that_is_not_there_is_not_an_empty_log(tmp_path: Path) -> None:
+def test_a_missing_log_is_an_error_and_not_an_empty_log(tmp_path: Path) -> None:
     with pytest.raises(LogUnusable, match="no log here") as caught:
         ChangeLog.open(tmp_path / "nothing")
     assert "tailrace run" in caught.value.hint
 
 
 @pytest.mark.parametrize(("path", "source"), [("", SOURCE), (3, SOURCE), (None, SOURCE), ("log", 3), ("log", None)])
-def test_what_a_log_cannot_be_made_of_is_refused_before_anything_is(
+def test_wrong_arguments_are_refused_before_a_file_is_written(
     path: Any, source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -42,7 +42,7 @@ def only(value: object, kind: pa.DataType) -> ChangeBatch:
     return ChangeBatch(schema=schema, data=pa.RecordBatch.from_arrays(columns, schema=fields))
 
 
-def test_columns_of_the_newest_come_first_then_those_only_older_versions_have() -> None:
+def test_columns_of_the_newest_version_precede_those_of_older_versions() -> None:
     old = shape(ID, column("gone", pa.string()), column("kept", pa.int32()))
     new = shape(ID, column("added", pa.bool_()), column("kept", pa.int32()))
     assert merged_schema([old, new]).names == ["id", "added", "kept", "gone"]
@@ -102,7 +102,7 @@ def test_the_view_is_read_from_the_log_with_old_keys_and_missing_columns(tmp_pat
     assert [row["_moved_from"] for row in views[0].data.to_pylist()][-1] is not None
 
 
-def test_the_view_tells_of_a_deleted_row_what_was_sent_of_it_then(tmp_path: Path) -> None:
+def test_the_view_keeps_the_replica_identity_of_a_deleted_row(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path / "log", SOURCE)
     full = replace(SHOP, identity=Identity.FULL)
     writer.append(window(0, 10, batch(SHOP, delete(1)), batch(full, delete(2, name="a", n=3), first=1)))
@@ -123,7 +123,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("versions", KEYS.values(), ids=KEYS)
-def test_every_version_fits_the_view_over_them_whatever_became_of_the_key(versions: list[TableSchema]) -> None:
+def test_every_version_fits_its_view_after_any_key_change(versions: list[TableSchema]) -> None:
     view = merged_schema(versions)
     assert view.key == versions[-1].key
     assert all(fits_schema(version, view) for version in versions)
@@ -135,6 +135,6 @@ def test_every_version_fits_the_view_over_them_whatever_became_of_the_key(versio
     assert not old or str(old["id"]) == "1", "an old key is told by the columns it had"
 
 
-def test_a_key_that_the_view_has_no_place_for_does_not_fit() -> None:
+def test_a_version_with_a_key_unknown_to_the_view_does_not_fit() -> None:
     assert not fits_schema(replace(SHOP, key=("n",)), merged_schema([SHOP]))
     assert fits_schema(replace(SHOP, key=()), merged_schema([SHOP])), "without one no old key is told"

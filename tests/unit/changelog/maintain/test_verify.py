@@ -37,7 +37,7 @@ from tests.support.logs import OTHER, STEP, THIRD, Diary, Given, inserts, quick_
 from tests.support.windows import batch, finishing_window, open_window
 
 NEXT_SHOP = replace(SHOP, columns=(*SHOP.columns, Column(name="extra", source_type="text", type=pa.string())))
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "log-format-1" / "log"
+FIXTURE = Path(__file__).parents[3] / "fixtures" / "log-format-1" / "log"
 
 
 def large_transaction(diary: Diary, *parts: list[Given]) -> None:
@@ -135,7 +135,7 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
-def test_a_whole_log_has_no_flaw_and_everything_was_looked_at(log: Path) -> None:
+def test_a_complete_log_has_no_flaw_and_every_file_is_checked(log: Path) -> None:
     found = verify.verify(log)
     assert found.flaws == ()
     change_log = ChangeLog.open(log)
@@ -149,7 +149,7 @@ def test_a_log_of_the_first_format_has_no_flaw() -> None:
     assert verify.verify(FIXTURE).flaws == ()
 
 
-def test_a_log_that_has_just_begun_has_no_flaw(folder: Path) -> None:
+def test_a_new_log_has_no_flaw(folder: Path) -> None:
     Diary(folder).close()
     found = verify.verify(folder)
     assert (found.commits, found.rows, found.flaws) == (0, 0, ())
@@ -160,7 +160,7 @@ def test_a_folder_without_a_log_is_an_error_and_no_flaw(folder: Path) -> None:
         verify.verify(folder)
 
 
-def test_progress_is_told_in_bytes_and_ends_with_all_of_them(log: Path) -> None:
+def test_progress_is_reported_in_bytes_and_ends_with_all_of_them(log: Path) -> None:
     told: list[tuple[int, int]] = []
     verify.verify(log, lambda done, of: told.append((done, of)))
     assert told == sorted(told)
@@ -234,7 +234,7 @@ def test_a_file_with_other_content_is_found(log: Path, content: bytes) -> None:
         file.write_bytes(whole)
 
 
-def test_every_flaw_is_told_and_not_only_the_first(log: Path) -> None:
+def test_every_flaw_is_reported_and_not_only_the_first(log: Path) -> None:
     damaged = [stored(log, pattern)[0] for pattern in ("cold/files/*/*.parquet", "schemas/*/*.json", "big/*/*.arrow")]
     damaged.append(commit_path(log, ChangeLog.open(log).newest() - 1))
     for file in damaged:
@@ -244,7 +244,7 @@ def test_every_flaw_is_told_and_not_only_the_first(log: Path) -> None:
     assert wanted <= paths(log)
 
 
-def test_what_is_left_of_a_log_is_looked_at_when_its_meta_is_damaged(log: Path) -> None:
+def test_the_rest_of_a_log_is_checked_when_its_meta_is_damaged(log: Path) -> None:
     (log / "meta.json").write_bytes(b"")
     assert paths(log) == {"meta.json"}
     flip(stored(log, "cold/files/*/*.parquet")[0], 100)
@@ -349,7 +349,7 @@ def test_a_file_that_is_not_what_its_seal_says_is_found(diary: Diary, name: str,
     assert diary.path / shop["file"] in {flaw.path for flaw in flaws(diary.path)}
 
 
-def test_numbers_that_are_not_dense_are_told_from_those_that_are() -> None:
+def test_a_digest_distinguishes_dense_numbers_from_others() -> None:
     dense = SeqDigest.of_range(5, 1005)
     assert SeqDigest.of(np.arange(5, 300)) + SeqDigest.of(np.arange(300, 1005)) == dense
     twice = np.arange(5, 1005)
@@ -376,9 +376,7 @@ def test_lists_of_commits_longer_than_a_batch_are_read_piece_by_piece(
 # --- the links of the glob ---------------------------------------------------------------------------------
 
 
-def test_a_link_that_leads_nowhere_or_is_missing_is_found_and_made_anew(
-    log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_or_missing_link_is_found_and_made_again(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "LINK_PAUSE_SECONDS", 0.0)
     view = log / "cold" / "1"
     shown = min(os.listdir(view))
@@ -393,7 +391,7 @@ def test_a_link_that_leads_nowhere_or_is_missing_is_found_and_made_anew(
 # --- beside others -----------------------------------------------------------------------------------------
 
 
-def test_a_large_transaction_of_which_a_cleaning_has_removed_the_first_files_has_no_flaw(
+def test_a_large_transaction_partly_removed_by_cleaning_has_no_flaw(
     quick: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     diary, there = Diary(quick), files.file_exists

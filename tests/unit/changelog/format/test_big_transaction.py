@@ -47,7 +47,7 @@ def announced(path: LogPath) -> list[tuple[int, int, int]]:
     return [(row.seq, row.values["table"], row.values["version"]) for row in found]
 
 
-def test_nothing_of_an_open_transaction_is_seen(diary: Diary) -> None:
+def test_no_row_of_an_open_transaction_is_visible(diary: Diary) -> None:
     diary.commit(inserts(1))
     log = ChangeLog.open(diary.path)
     diary.piece(inserts(2, 3), inserts(4, schema=OTHER))
@@ -110,7 +110,7 @@ def test_many_pieces_are_read_one_at_a_time(diary: Diary) -> None:
     assert read_all(diary.path) == diary.rows()
 
 
-def test_pieces_are_forgotten_when_the_stream_begins_again(diary: Diary) -> None:
+def test_pieces_are_discarded_when_the_stream_begins_again(diary: Diary) -> None:
     diary.commit(inserts(1))
     diary.piece(inserts(2), inserts(3, schema=OTHER))
     diary.piece(inserts(4))
@@ -150,7 +150,7 @@ def test_closing_in_the_middle_leaves_nothing(diary: Diary) -> None:
     assert read_all(diary.path) == diary.rows()
 
 
-def test_what_a_writer_that_died_in_the_middle_left_is_gone_with_the_next_commit(diary: Diary) -> None:
+def test_the_next_commit_removes_pieces_of_a_writer_that_died(diary: Diary) -> None:
     diary.commit(inserts(1))
     diary.piece(inserts(2))
     diary.piece(inserts(3))
@@ -161,7 +161,7 @@ def test_what_a_writer_that_died_in_the_middle_left_is_gone_with_the_next_commit
     assert stored_files(diary.path, "big/*/*") == set()
 
 
-def test_what_died_while_finishing_is_swept_but_not_what_was_finished(diary: Diary) -> None:
+def test_an_unfinished_transaction_is_swept_and_a_finished_one_is_not(diary: Diary) -> None:
     diary.piece(inserts(1))
     diary.finish()
     kept = stored_files(diary.path, "big/*/*")
@@ -209,7 +209,7 @@ def test_a_process_killed_between_two_pieces_leaves_nothing(diary: Diary, turn: 
 # --- shapes --------------------------------------------------------------------------------------------------
 
 
-def test_shapes_that_are_new_in_a_piece_are_announced_at_their_first_row(diary: Diary) -> None:
+def test_schemas_new_in_a_piece_are_announced_at_their_first_row(diary: Diary) -> None:
     diary.commit(inserts(1))
     diary.piece(inserts(2), inserts(3, 4, schema=OTHER))
     diary.piece((RENAMED, [insert(5)]))
@@ -223,7 +223,7 @@ def test_shapes_that_are_new_in_a_piece_are_announced_at_their_first_row(diary: 
 
 
 @pytest.mark.parametrize("how", ["stream", "writer"])
-def test_shapes_announced_in_pieces_that_were_forgotten_are_announced_again(diary: Diary, how: str) -> None:
+def test_schemas_announced_in_discarded_pieces_are_announced_again(diary: Diary, how: str) -> None:
     diary.commit(inserts(1))
     diary.piece(inserts(2), inserts(3, schema=OTHER))
     if how == "writer":
@@ -238,7 +238,7 @@ def test_shapes_announced_in_pieces_that_were_forgotten_are_announced_again(diar
 # --- sealing -------------------------------------------------------------------------------------------------
 
 
-def test_a_large_transaction_is_sealed_and_its_files_go_after_the_grace_period(diary: Diary) -> None:
+def test_a_large_transaction_is_sealed_and_its_files_removed_after_the_grace_period(diary: Diary) -> None:
     for begin in (0, 100):
         for key in range(begin, begin + 3):
             diary.piece(inserts(key), inserts(key, key + 50, schema=OTHER))
@@ -260,7 +260,7 @@ def test_a_large_transaction_is_sealed_and_its_files_go_after_the_grace_period(d
     assert_nothing_left_over(diary.path)
 
 
-def test_a_reader_in_the_middle_of_a_large_transaction_finds_the_rest_where_it_was_sealed(quick: LogPath) -> None:
+def test_a_reader_in_a_large_transaction_finds_the_rest_in_sealed_files(quick: LogPath) -> None:
     for paused in range(1, 6):
         diary = Diary(quick / str(paused))
         for key in range(4):
