@@ -445,14 +445,14 @@ def _translated(library: Any, error: Exception) -> OSError:
     code = re.search(r"<Code>(\w{1,64})</Code>", text)
     code_text = f" ({code[1]})" if code else ""
     if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-        return StoreRefused(f"the store refused our credentials, or does not let us do this{code_text}")
+        return StoreRefused(f"the store refused our credentials, or denies them this request{code_text}")
     status = re.search(r"\b(?:status code|status)\W{1,3}([45]\d\d)\b", text)
     if status and status[1].startswith("4") and status[1] not in ("408", "409", "429"):
-        return StoreRefused(f"the store refused what we asked{code_text or f' (status {status[1]})'}")
+        return StoreRefused(f"the store refused the request{code_text or f' (status {status[1]})'}")
     if isinstance(
         error, (exceptions.NotSupportedError, exceptions.UnknownConfigurationKeyError, exceptions.InvalidPathError)
     ):
-        return StoreRefused("the store does not know what we asked for")
+        return StoreRefused("the store does not support the request")
     return StoreUnreachable(f"the store does not answer{code_text}")
 
 
