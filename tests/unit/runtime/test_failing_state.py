@@ -78,7 +78,7 @@ def store() -> Store:
     return Store()
 
 
-def taken(runtime: CdcRuntime, kind: BatchKind, polls: int = 12) -> list[object]:
+def received(runtime: CdcRuntime, kind: BatchKind, polls: int = 12) -> list[object]:
     """Return the keys of all batches of a kind, each acknowledged."""
     found: list[object] = []
     for _ in range(polls):
@@ -98,7 +98,7 @@ def test_rows_the_history_failed_on_are_handed_out_by_the_next_poll(source: Memo
         source.commit(inserts(n))
     with pytest.raises(StateFull):
         runtime.poll()
-    assert taken(runtime, BatchKind.STREAM) == [0, 1, 2, 3]
+    assert received(runtime, BatchKind.STREAM) == [0, 1, 2, 3]
     assert source.confirmed == source.end
     runtime.stop()
 
@@ -119,7 +119,7 @@ def test_rows_of_a_snapshot_wait_for_the_history_too(source: MemoryCapture, stor
     runtime.start()
     with pytest.raises(StateFull):
         runtime.poll()
-    assert taken(runtime, BatchKind.SNAPSHOT) == list(range(5))
+    assert received(runtime, BatchKind.SNAPSHOT) == list(range(5))
     runtime.stop()
 
 
@@ -142,7 +142,7 @@ def test_no_chunk_is_handed_out_in_the_middle_of_a_transaction(
     assert rest.kind is BatchKind.STREAM
     assert seqs + [event.seq for event in rest.events()] == list(range(6))
     runtime.commit(rest.ack)
-    assert taken(runtime, BatchKind.SNAPSHOT, 4) == list(range(6))
+    assert received(runtime, BatchKind.SNAPSHOT, 4) == list(range(6))
     assert runtime.rows_committed == 12
     runtime.stop()
 
@@ -190,11 +190,11 @@ def runtime(source: MemoryCapture, store: Store, heard: list[Fact]) -> CdcRuntim
     source.commit(inserts(*range(5)))
     made = CdcRuntime(source, store, observers=(heard.append,))
     made.start()
-    taken(made, BatchKind.STREAM, 2)
+    received(made, BatchKind.STREAM, 2)
     return made
 
 
-def told(heard: list[Fact]) -> list[str]:
+def reported(heard: list[Fact]) -> list[str]:
     kinds = (observers.SnapshotBegun, observers.SnapshotEnded)
     return [f"{type(fact).__name__} {fact.id}" for fact in heard if isinstance(fact, kinds)]
 
@@ -206,8 +206,8 @@ def test_a_snapshot_whose_start_cannot_be_saved_begins_later(
     store.failures = 1
     assert runtime.poll(0.0).kind is BatchKind.EMPTY
     assert runtime.health().reason == "disk full"
-    assert taken(runtime, BatchKind.SNAPSHOT) == list(range(5))
-    assert told(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
+    assert received(runtime, BatchKind.SNAPSHOT) == list(range(5))
+    assert reported(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
     assert store.snapshot is None
     runtime.stop()
 
@@ -224,10 +224,10 @@ def test_a_snapshot_whose_last_rows_cannot_be_acknowledged_ends_when_they_are(
     with pytest.raises(StateFull):
         runtime.commit(last.ack)
     assert runtime.poll(0.0) is last
-    assert told(heard) == [f"SnapshotBegun {snapshot}"]
+    assert reported(heard) == [f"SnapshotBegun {snapshot}"]
     assert store.snapshot is not None
     runtime.commit(last.ack)
-    assert told(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
+    assert reported(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
     assert store.snapshot is None
     runtime.stop()
 
@@ -242,9 +242,9 @@ def test_a_snapshot_whose_stop_cannot_be_saved_stops_later(
     for _ in range(3):
         assert runtime.poll(0.0).kind is BatchKind.EMPTY
     assert store.failures == 0
-    assert told(heard) == [f"SnapshotBegun {snapshot}"]
-    assert taken(runtime, BatchKind.SNAPSHOT) == []
-    assert told(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
+    assert reported(heard) == [f"SnapshotBegun {snapshot}"]
+    assert received(runtime, BatchKind.SNAPSHOT) == []
+    assert reported(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
     assert store.snapshot is None
     runtime.stop()
 
@@ -264,10 +264,10 @@ def test_a_snapshot_that_is_given_up_stays_until_its_end_is_saved(
         store.failures = 1
         with pytest.raises(StateFull):
             runtime.poll(0.0)
-        assert told(heard) == [f"SnapshotBegun {snapshot}"]
+        assert reported(heard) == [f"SnapshotBegun {snapshot}"]
         source.commit(inserts(9))
-        assert taken(runtime, BatchKind.STREAM) == [9]
-    assert told(heard)[-1] == f"SnapshotEnded {snapshot}"
+        assert received(runtime, BatchKind.STREAM) == [9]
+    assert reported(heard)[-1] == f"SnapshotEnded {snapshot}"
     assert store.snapshot is None
     runtime.stop()
 

@@ -56,16 +56,16 @@ def test_lesson_21_no_large_value_is_lost_wherever_a_batch_ends(
     for _ in range(POLLS_MAX):
         polled = runtime.poll(0.0)
         events = list(polled.events())
-        taken = data.draw(st.integers(1, len(events))) if events else 0
-        for event in events[:taken]:
+        received = data.draw(st.integers(1, len(events))) if events else 0
+        for event in events[:received]:
             mirror.apply(event.row_write())
-        runtime.commit(polled.ack, rows=taken)
+        runtime.commit(polled.ack, rows=received)
         if runtime.position == source.end:
             break
     assert sorted(map(str, mirror.rows.values())) == sorted(map(str, model.table().values()))
     if source.end.value:
-        held = source._view()[0].get(COMPOSITE.table).mirror
-        assert held.rows == mirror.rows, "the source in memory has the same rows"
+        kept_rows = source._view()[0].get(COMPOSITE.table).mirror
+        assert kept_rows.rows == mirror.rows, "the source in memory has the same rows"
     runtime.force_stop()
 
 

@@ -241,9 +241,9 @@ def test_a_log_that_stays_full_is_given_up_although_the_source_answers(
     with pytest.raises(LogFull):
         LogLoop(live, sink, retry_seconds_max=0.3).run(for_seconds(LONG_SECONDS))
     assert source.confirmed == ZERO
-    said = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert said, "a person must look"
-    assert vars(said[0])["hint"] == "Free space."
+    message = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert message, "a person must look"
+    assert vars(message[0])["hint"] == "Free space."
 
 
 def test_an_unexpected_error_is_not_swallowed(source: Source, sink: Sink) -> None:

@@ -1,6 +1,6 @@
 """Lessons of other change data capture tools, as far as they concern the runtime.
 
-The numbers are those of DESIGN.md. Lessons that need a real server are in tests/integration/test_runtime_lessons.py and
+Lessons that need a real server are in tests/integration/test_runtime_lessons.py and
 tests/integration/test_runtime.py.
 """
 
@@ -162,11 +162,13 @@ def test_lesson_13_all_observers_get_every_event_and_their_errors_are_logged(
     source.commit(inserts(1))
     runtime.run(MemorySink(), lambda: source.confirmed == source.end)
     assert heard["first"] == heard["second"] == heard["third"]
-    told = [type(fact).__name__ for fact in heard["third"]]
-    assert told == ["Started", "StreamOpened", "SchemaSeen", "Delivered", "Committed", "Stopped"]
+    reported = [type(fact).__name__ for fact in heard["third"]]
+    assert reported == ["Started", "StreamOpened", "SchemaSeen", "Delivered", "Committed", "Stopped"]
     seen = [(vars(line)["fact"], vars(line)["reason"].split(" (")[0]) for line in caplog.records]
     assert seen == [
-        (fact, reason) for fact in told for reason in ("unexpected ValueError in first", "unexpected OSError in second")
+        (fact, reason)
+        for fact in reported
+        for reason in ("unexpected ValueError in first", "unexpected OSError in second")
     ]
     assert "a value of a row" not in caplog.text
 

@@ -57,16 +57,16 @@ def test_every_row_is_acknowledged_once_and_the_position_ends_a_transaction(
         policy = Transactions.WHOLE if whole else Transactions.SPLIT
         runtime = CdcRuntime(source, store, limits=Limits(rows=rows, transactions=policy))
         runtime.start()
-        taken: list[int] = []
+        received: list[int] = []
         """Acknowledged, and not taken back by a transaction that begins again."""
         for step in range(STEPS_MAX):
             action = actions[step % len(actions)] if step < 3 * len(actions) else "ack"
             batch = runtime.poll(0.0)
             events = list(batch.events())
             if events:
-                del taken[events[0].seq :]  # what comes again has the number that it had
+                del received[events[0].seq :]  # what comes again has the number that it had
             assert [event.values["id"] for event in events] == [event.seq for event in events]
-            assert [event.seq for event in events] == list(range(len(taken), len(taken) + len(events)))
+            assert [event.seq for event in events] == list(range(len(received), len(received) + len(events)))
             if action == "again":
                 assert runtime.poll(0.0) is batch or not events
             elif action == "lose":
@@ -78,12 +78,12 @@ def test_every_row_is_acknowledged_once_and_the_position_ends_a_transaction(
             elif events:
                 count = data.draw(st.integers(1, len(events))) if action == "prefix" else len(events)
                 runtime.commit(batch.ack, rows=count)
-                taken += [event.seq for event in events[:count]]
-            assert ends[runtime.position] == runtime.rows_committed <= max(written, len(taken))
+                received += [event.seq for event in events[:count]]
+            assert ends[runtime.position] == runtime.rows_committed <= max(written, len(received))
             assert source.confirmed <= runtime.position
             if runtime.rows_committed == written:
                 break
-        assert taken == list(range(written))
+        assert received == list(range(written))
         for _ in range(STEPS_MAX):  # a source that was away when it was acknowledged is told when it is back
             if source.confirmed < source.end:
                 runtime.poll(0.0)

@@ -34,7 +34,7 @@ def failing(rows: ChangeBatch) -> ChangeBatch:
     raise ValueError(SECRET)
 
 
-def told(heard: list[Fact], kind: type[Failed | StartFailed | PollFailed]) -> list[TailraceError]:
+def reported(heard: list[Fact], kind: type[Failed | StartFailed | PollFailed]) -> list[TailraceError]:
     return [fact.error for fact in heard if isinstance(fact, kind)]
 
 
@@ -49,7 +49,7 @@ def test_any_error_of_a_poll_is_a_stall_and_is_reported(source: MemoryCapture) -
         assert health.verdict is Verdict.STALLED
         assert health.reason.startswith("unexpected ValueError in failing (test_reported_failures.py:")
         assert "Fix the code that raised it" in health.remedy
-    errors = told(heard, PollFailed)
+    errors = reported(heard, PollFailed)
     assert [type(error) for error in errors] == [RuntimeFailed, RuntimeFailed]
     assert errors[-1].__cause__ is raised.value
     assert not [fact for fact in heard if SECRET in str(fact)], "the text may hold a row's values"
@@ -69,7 +69,7 @@ def test_an_unexpected_error_of_a_custom_source_is_reported(source: MemoryCaptur
     runtime.start()
     with pytest.raises(OSError, match="dead"):
         runtime.poll()
-    assert [error.code for error in told(heard, PollFailed)] == ["runtime-failed"]
+    assert [error.code for error in reported(heard, PollFailed)] == ["runtime-failed"]
     assert runtime.health().verdict is Verdict.STALLED
     runtime.stop()
 
@@ -92,7 +92,7 @@ def test_any_error_that_ends_a_loop_is_reported(source: MemoryCapture, where: st
     runtime = CdcRuntime(source, MemoryCheckpointStore(), observers=(heard.append,))
     with pytest.raises(OSError, match="disk"):
         runtime.run(Broken(), stopping)
-    assert [(error.code, type(error.__cause__)) for error in told(heard, Failed)] == [("runtime-failed", OSError)]
+    assert [(error.code, type(error.__cause__)) for error in reported(heard, Failed)] == [("runtime-failed", OSError)]
     assert [type(fact) for fact in heard[-2:]] == [Stopped, Failed]
 
 
@@ -103,7 +103,7 @@ def test_an_interrupted_loop_has_not_failed(source: MemoryCapture) -> None:
     heard: list[Fact] = []
     with pytest.raises(KeyboardInterrupt):
         CdcRuntime(source, MemoryCheckpointStore(), observers=(heard.append,)).run(MemorySink(), interrupted)
-    assert not told(heard, Failed)
+    assert not reported(heard, Failed)
     assert isinstance(heard[-1], Stopped)
 
 
@@ -127,7 +127,7 @@ def test_any_error_of_a_start_is_reported(source: MemoryCapture, call: str) -> N
     runtime = CdcRuntime(source, store, observers=(heard.append,))
     with pytest.raises(OSError, match="share"):
         runtime.start()
-    assert [error.code for error in told(heard, StartFailed)] == ["runtime-failed"]
+    assert [error.code for error in reported(heard, StartFailed)] == ["runtime-failed"]
     assert runtime.state is State.IDLE
     store.broken = False
     runtime.start()
@@ -146,7 +146,7 @@ def test_our_own_error_is_reported_unchanged(source: MemoryCapture) -> None:
     )
     with pytest.raises(StateFull):
         runtime.run(MemorySink(), lambda: False)
-    assert told(heard, PollFailed)[0] is told(heard, Failed)[0] is full
+    assert reported(heard, PollFailed)[0] is reported(heard, Failed)[0] is full
     assert len([fact for fact in heard if isinstance(fact, Lost)]) <= 1
 
 
@@ -175,7 +175,7 @@ def test_unacknowledged_rows_are_returned_although_the_stream_cannot_be_closed()
     assert keys_of(drained.in_flight) == [1]
     assert [rows.data.num_rows for rows in drained.injected] == [1], "they come nowhere else"
     assert runtime.state is State.STOPPED
-    assert [error.code for error in told(heard, Failed)] == ["runtime-failed"]
+    assert [error.code for error in reported(heard, Failed)] == ["runtime-failed"]
 
 
 def test_the_error_that_ended_a_run_is_not_hidden_by_a_failing_close() -> None:
@@ -189,5 +189,5 @@ def test_the_error_that_ended_a_run_is_not_hidden_by_a_failing_close() -> None:
     runtime.start()
     with pytest.raises(ValueError, match=SECRET):
         runtime.run(Broken(), lambda: False)
-    assert len(told(heard, Failed)) == 2, "both are told"
+    assert len(reported(heard, Failed)) == 2, "both are told"
     assert runtime.state is State.STOPPED

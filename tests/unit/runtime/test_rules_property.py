@@ -59,7 +59,7 @@ def test_rows_that_pass_rules_are_acknowledged_once_and_rejected_rows_are_never_
                 left += [number] if kind in ("kept", "sent") else []
                 bad |= {number} if kind == "bad" else set()
             ends[source.commit(batch_of(PEOPLE, *people))] = len(left)
-        store, aside = MemoryCheckpointStore(), set[int]()
+        store, rejected = MemoryCheckpointStore(), set[int]()
         policy = Transactions.WHOLE if whole else Transactions.SPLIT
 
         def started() -> CdcRuntime:
@@ -68,20 +68,20 @@ def test_rows_that_pass_rules_are_acknowledged_once_and_rejected_rows_are_never_
                 store,
                 transforms=RULES,
                 limits=Limits(rows=rows, transactions=policy),
-                on_letter=lambda letter: aside.update(letter.batch.data.column("id").to_pylist()),
+                on_letter=lambda dead_letter: rejected.update(dead_letter.batch.data.column("id").to_pylist()),
             )
             made.start()
             return made
 
-        runtime, taken = started(), list[int]()
+        runtime, received = started(), list[int]()
         for step in range(STEPS_MAX):
             action = actions[step % len(actions)] if step < 3 * len(actions) else "ack"
             batch = runtime.poll(0.0)
             events = list(batch.events())
             if events:
-                del taken[events[0].seq :]  # what comes again has the number that it had
-            assert [event.seq for event in events] == list(range(len(taken), len(taken) + len(events)))
-            assert [event.values["id"] for event in events] == left[len(taken) : len(taken) + len(events)]
+                del received[events[0].seq :]  # what comes again has the number that it had
+            assert [event.seq for event in events] == list(range(len(received), len(received) + len(events)))
+            assert [event.values["id"] for event in events] == left[len(received) : len(received) + len(events)]
             if action == "lose":
                 source.break_next_read(SourceUnreachable("gone", hint="Wait."))
             elif action == "crash":
@@ -90,13 +90,13 @@ def test_rows_that_pass_rules_are_acknowledged_once_and_rejected_rows_are_never_
             elif events and action != "again":
                 count = data.draw(st.integers(1, len(events))) if action == "prefix" else len(events)
                 runtime.commit(batch.ack, rows=count)
-                taken += [event.values["id"] for event in events[:count]]
+                received += [event.values["id"] for event in events[:count]]
             assert ends[runtime.position] == runtime.rows_committed
             assert source.confirmed <= runtime.position
-            if (taken, aside, runtime.rows_committed) == (left, bad, len(left)):
+            if (received, rejected, runtime.rows_committed) == (left, bad, len(left)):
                 break
-        assert taken == left
-        assert aside == bad
+        assert received == left
+        assert rejected == bad
         runtime.force_stop()
     finally:
         intake.RETRY_SECONDS_FIRST = was

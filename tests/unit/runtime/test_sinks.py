@@ -83,9 +83,9 @@ def test_a_closed_pipe_is_an_error_without_retry() -> None:
         def flush(self) -> None:
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    with pytest.raises(SinkError) as told:
+    with pytest.raises(SinkError) as reported:
         StreamSink(Gone()).flush(True)
-    assert not isinstance(told.value, SinkUnready)
+    assert not isinstance(reported.value, SinkUnready)
 
 
 def test_files_are_rolled_and_stay_empty_before_the_flush(tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ def test_a_closed_sink_touches_no_other_file(tmp_path: Path) -> None:
     for handle in others:
         os.write(handle, precious)
     for attempt in (lambda: sink.flush(True), lambda: sink.write(batch())):
-        with pytest.raises(SinkError, match="sink is closed") as told:
+        with pytest.raises(SinkError, match="sink is closed") as reported:
             attempt()
-        assert not isinstance(told.value, SinkUnready), "waiting opens it no more"
+        assert not isinstance(reported.value, SinkUnready), "waiting opens it no more"
     sink.close()
     for handle in others:
         assert os.pread(handle, 100, 0) == precious
@@ -160,9 +160,9 @@ def test_a_failing_last_sync_is_raised_and_the_file_is_closed(tmp_path: Path, mo
 def test_a_closed_stream_is_an_error_without_retry() -> None:
     stream = io.StringIO()
     stream.close()
-    with pytest.raises(SinkError, match="the stream is closed") as told:
+    with pytest.raises(SinkError, match="the stream is closed") as reported:
         StreamSink(stream).flush(True)
-    assert not isinstance(told.value, SinkUnready)
+    assert not isinstance(reported.value, SinkUnready)
 
 
 def test_a_flush_that_fails_leaves_nothing_behind_and_is_tried_again(

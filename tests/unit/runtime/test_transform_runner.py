@@ -174,10 +174,10 @@ def test_an_outbox_and_plain_rows(source: MemoryCapture, store: MemoryCheckpoint
 
 def test_the_history_has_the_delivered_schema_and_the_source_remembers_its_own(store: MemoryCheckpointStore) -> None:
     class Told(MemoryCapture):
-        shapes: Sequence[TableSchema] = ()
+        schemas: Sequence[TableSchema] = ()
 
-        def remember_schemas(self, shapes: Sequence[TableSchema]) -> None:
-            self.shapes = shapes
+        def remember_schemas(self, schemas: Sequence[TableSchema]) -> None:
+            self.shapes = schemas
 
     source, history = Told(), MemorySchemaHistory()
     rules = plan_of(Rename(columns={"mail": "address"}))
@@ -223,23 +223,23 @@ def test_each_row_of_a_snapshot_is_acknowledged_once_whatever_rules_drop(
     source, store = MemoryCapture(keep_tables=True, chunk_rows=7), MemoryCheckpointStore()
     source.commit(people(*[(key, "x", land) for key, land in enumerate(lands)]))
     rules = (Filter(where="country != 'XX'"), Route(to="abroad.people", when="country == 'FR'"))
-    told: dict[str, Any] = {"snapshot_tables": (TABLE,)} if bulk else {"incremental_snapshot": (TABLE,)}
-    runtime = started(source, store, *rules, limits=Limits(rows=rows), **told)
-    taken: list[object] = []
+    reported: dict[str, Any] = {"snapshot_tables": (TABLE,)} if bulk else {"incremental_snapshot": (TABLE,)}
+    runtime = started(source, store, *rules, limits=Limits(rows=rows), **reported)
+    received: list[object] = []
     for step in range(300):
         batch = runtime.poll(0.0)
         if batch.kind is BatchKind.SNAPSHOT:
             found = keys_of(batch)
             count = min(prefixes[step % len(prefixes)], len(found))
             runtime.commit(batch.ack, rows=count)
-            taken += found[:count]
+            received += found[:count]
         else:
             runtime.commit(batch.ack)
         if step % crash == 0 and step < 40:
             runtime.force_stop()
             scanning = (mark := store.load("default")) is not None and mark.metadata["snapshot"] is not None
-            runtime = started(source, store, *rules, limits=Limits(rows=rows), **(told if scanning else {}))
-    assert taken == [key for key, land in enumerate(lands) if land != "XX"]
+            runtime = started(source, store, *rules, limits=Limits(rows=rows), **(reported if scanning else {}))
+    assert received == [key for key, land in enumerate(lands) if land != "XX"]
     assert runtime.control.status().snapshot is None
     runtime.stop()
 
@@ -333,7 +333,7 @@ def test_lesson_1_nothing_passes_a_window_that_a_rule_halts_at_and_earlier_rows_
     halted = [fact for fact in heard if isinstance(fact, observers.RuleHalted)]
     assert {(fact.rule, fact.table) for fact in halted} == {("numbers", "public.people")}
     runtime.force_stop()
-    mended = started(source, store, LENIENT, on_letter=lambda letter: None)
+    mended = started(source, store, LENIENT, on_letter=lambda dead_letter: None)
     assert [(event.seq, event.values["mail"]) for batch in take(mended) for event in batch.events()] == [(1, 3)]
     mended.stop()
 
@@ -353,10 +353,10 @@ def test_lesson_1_a_snapshot_that_a_rule_halts_at_is_neither_given_up_nor_passed
     assert runtime.rows_committed == 1
     assert runtime.control.status().snapshot is not None
     runtime.force_stop()
-    letters: list[DeadLetter] = []
-    mended = started(source, store, LENIENT, **{how: (TABLE,)}, on_letter=letters.append)
+    dead_letters: list[DeadLetter] = []
+    mended = started(source, store, LENIENT, **{how: (TABLE,)}, on_letter=dead_letters.append)
     found = [batch for batch in take(mended) if batch.kind is BatchKind.SNAPSHOT]
-    assert (values(found, "mail"), [letter.rule for letter in letters][:1]) == ([3], ["numbers"])
+    assert (values(found, "mail"), [dead_letter.rule for dead_letter in dead_letters][:1]) == ([3], ["numbers"])
     mended.force_stop()
 
 
@@ -380,21 +380,23 @@ def test_a_part_of_a_transaction_that_a_rule_halts_at_leaves_the_numbers_right(s
 def test_rows_of_snapshot_stream_and_injection_become_dead_letters_alike(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
-    letters: list[DeadLetter] = []
+    dead_letters: list[DeadLetter] = []
     heard: list[Fact] = []
     source.commit(people((1, "1", "DE"), (2, "bad", "DE")))
     runtime = started(
-        source, store, LENIENT, snapshot_tables=(TABLE,), on_letter=letters.append, observers=(heard.append,)
+        source, store, LENIENT, snapshot_tables=(TABLE,), on_letter=dead_letters.append, observers=(heard.append,)
     )
     source.commit(people((3, "bad", "DE"), (4, "4", "DE")))
     runtime.enqueue(people((5, "bad", "DE"), (6, "6", "DE")))
     assert values(take(runtime), "mail") == [6, 1, 4]
-    assert [(one.rule, one.column, one.cause) for one in letters] == [(letters[0].rule, "mail", letters[0].cause)] * 3
-    assert [one.batch.data.column("id").to_pylist() for one in letters] == [[5], [2], [3]]
-    assert letters[2].positions == [str(source.end)]
-    aside = [fact for fact in heard if isinstance(fact, observers.RowsDeadLettered)]
-    assert [(fact.rule, fact.table, fact.rows) for fact in aside] == [("numbers", TABLE, 1)] * 3
-    replayed = plan_of(Cast(columns=("mail",), to="string")).apply(letters[2].batch)
+    assert [(one.rule, one.column, one.cause) for one in dead_letters] == [
+        (dead_letters[0].rule, "mail", dead_letters[0].cause)
+    ] * 3
+    assert [one.batch.data.column("id").to_pylist() for one in dead_letters] == [[5], [2], [3]]
+    assert dead_letters[2].positions == [str(source.end)]
+    rejected = [fact for fact in heard if isinstance(fact, observers.RowsDeadLettered)]
+    assert [(fact.rule, fact.table, fact.rows) for fact in rejected] == [("numbers", TABLE, 1)] * 3
+    replayed = plan_of(Cast(columns=("mail",), to="string")).apply(dead_letters[2].batch)
     assert replayed.batches[0].data.column("mail").to_pylist() == ["bad"], "as it came, to be applied again"
     runtime.stop()
 
@@ -409,12 +411,12 @@ def test_a_dead_letter_that_on_letter_refuses_blocks_the_batch_and_is_repeated(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     faults: list[Exception] = [SinkUnready("full", hint="Wait."), OSError("disk"), OSError("disk")]
-    letters: list[DeadLetter] = []
+    dead_letters: list[DeadLetter] = []
 
-    def keep(letter: DeadLetter) -> None:
+    def keep(dead_letter: DeadLetter) -> None:
         if faults:
             raise faults.pop()
-        letters.append(letter)
+        dead_letters.append(dead_letter)
 
     source.commit(people((1, "bad", "DE"), (2, "2", "DE")))
     runtime = started(source, store, LENIENT, on_letter=keep)
@@ -424,7 +426,7 @@ def test_a_dead_letter_that_on_letter_refuses_blocks_the_batch_and_is_repeated(
         assert source.confirmed == Lsn(0)
     sink = MemorySink()
     runtime.run(sink, until(lambda: sink.rows >= 1))
-    assert ([event.values["mail"] for event in sink.events()], len(letters)) == ([2], 1)
+    assert ([event.values["mail"] for event in sink.events()], len(dead_letters)) == ([2], 1)
 
 
 # --- what was injected --------------------------------------------------------------------------------------------
@@ -493,10 +495,10 @@ ORDERS = table("public.orders", id=pa.int64(), status=pa.string(), note=pa.strin
 
 
 def test_a_rejected_key_move_is_stored_with_the_row_it_takes_values_from_and_can_be_applied_later() -> None:
-    source, store, aside, mirror = MemoryCapture(), MemoryCheckpointStore(), list[DeadLetter](), Mirror()
+    source, store, rejected, mirror = MemoryCapture(), MemoryCheckpointStore(), list[DeadLetter](), Mirror()
 
     def deliver(rule: Rule, *injected: ChangeBatch) -> list[int]:
-        runtime = CdcRuntime(source, store, transforms=[rule], on_letter=aside.append)
+        runtime = CdcRuntime(source, store, transforms=[rule], on_letter=rejected.append)
         runtime.start()
         for batch in injected:
             runtime.enqueue(batch)
@@ -518,10 +520,15 @@ def test_a_rejected_key_move_is_stored_with_the_row_it_takes_values_from_and_can
         )
     )
     assert deliver(Cast(columns=("status",), to="int32", on_error="dead-letter")) == [0, 1, 2], "without a gap"
-    told = [[(event.operation.value, event.values["id"]) for event in letter.batch.events()] for letter in aside]
-    assert told == [[("delete", 1), ("insert", 2), ("insert", 6)]], "one whose values were all sent needs no old row"
+    reported = [
+        [(event.operation.value, event.values["id"]) for event in dead_letter.batch.events()]
+        for dead_letter in rejected
+    ]
+    assert reported == [[("delete", 1), ("insert", 2), ("insert", 6)]], (
+        "one whose values were all sent needs no old row"
+    )
     assert [row["id"] for row in mirror.rows.values()] == [1]
-    deliver(Compute(column="status", expression="replace(status, 'odd', '0')"), aside[0].batch)
+    deliver(Compute(column="status", expression="replace(status, 'odd', '0')"), rejected[0].batch)
     assert [(row["id"], row["status"], row["note"]) for row in mirror.rows.values()] == [
         (2, "0", "large"),
         (6, "0", "sent"),

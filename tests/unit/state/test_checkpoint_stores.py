@@ -159,7 +159,7 @@ def test_a_value_that_is_not_a_checkpoint_is_refused_by_every_call(kind: str, gi
 STORED = at(7).to_json()
 
 
-@pytest.mark.parametrize(("stored", "said"), [
+@pytest.mark.parametrize(("stored", "message"), [
     (None, "the wrong type"), (3, "the wrong type"), ([], "the wrong type"), ({}, "it lacks `source_type`"),
     ({**STORED, "position": "x"}, "not a log sequence number"),
     ({**STORED, "position_type": "zap"}, "position type is unknown"),
@@ -167,8 +167,8 @@ STORED = at(7).to_json()
     ({**STORED, "metadata": [1]}, "not a JSON object"), ({**STORED, "metadata": None}, "not a JSON object"),
     ({**STORED, "metadata": []}, "not a JSON object"),
 ])  # fmt: skip
-def test_wrong_content_of_a_custom_store_is_damage_and_never_none(stored: Any, said: str) -> None:
-    with pytest.raises(StateCorrupt, match=f"checkpoint cannot be read: .*{said}") as caught:
+def test_wrong_content_of_a_custom_store_is_damage_and_never_none(stored: Any, message: str) -> None:
+    with pytest.raises(StateCorrupt, match=f"checkpoint cannot be read: .*{message}") as caught:
         Checkpoint.from_json(stored)
     assert "call `seed_checkpoint`" in caught.value.hint
 
@@ -228,13 +228,13 @@ def test_files_of_format_1_are_read(tmp_path: Path) -> None:
 # --- damage ------------------------------------------------------------------------------------------------
 
 
-def assert_damage_is_reported(path: Path, said: str) -> None:
+def assert_damage_is_reported(path: Path, message: str) -> None:
     """Assert that reading reports damage, a save is refused, and the file stays unchanged."""
     before = path.read_bytes() if path.is_file() else None
     for read_only in (True, False):
         with FileCheckpointStore(path.parent, read_only=read_only) as store:
             for act in (lambda store=store: store.load(path.stem), store.all):
-                with pytest.raises(StateCorrupt, match=said) as caught:
+                with pytest.raises(StateCorrupt, match=message) as caught:
                     act()
                 assert caught.value.fields["path"] == path
                 assert caught.value.hint
@@ -281,7 +281,7 @@ def test_a_newer_format_is_not_guessed_at(store: FileCheckpointStore, file: Path
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"position": "yesterday"}, "not a log sequence number"),
         ({"position_type": "moons"}, "position type is unknown"),
@@ -295,13 +295,13 @@ def test_a_newer_format_is_not_guessed_at(store: FileCheckpointStore, file: Path
     ],
 )
 def test_an_intact_file_with_invalid_content_is_refused(
-    store: FileCheckpointStore, file: Path, wrong: dict[str, object], said: str
+    store: FileCheckpointStore, file: Path, wrong: dict[str, object], message: str
 ) -> None:
     store.close()
     stored = json.loads(file.read_text())
     del stored["sha256"]
     file.write_bytes(records.encode_state(stored | wrong))
-    assert_damage_is_reported(file, said)
+    assert_damage_is_reported(file, message)
 
 
 def test_a_file_copied_to_another_key_is_refused(store: FileCheckpointStore, file: Path) -> None:
@@ -465,12 +465,12 @@ def test_no_error_and_no_log_line_contains_a_value_of_the_metadata(
     store: FileCheckpointStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    told: list[str] = []
+    reported: list[str] = []
 
     def note(act: Callable[[], object]) -> None:
         with pytest.raises(TailraceError) as caught:
             act()
-        told.append(str(caught.value))
+        reported.append(str(caught.value))
 
     store.save("orders", at(7, metadata={"password": "SECRET"}))
     note(lambda: store.save("orders", at(6, metadata={"password": "SECRET"})))
@@ -481,8 +481,8 @@ def test_no_error_and_no_log_line_contains_a_value_of_the_metadata(
     note(lambda: store.load("orders"))
     path.write_bytes(path.read_bytes()[:-40])
     note(lambda: store.load("orders"))
-    assert len(told) == 5
-    assert "SECRET" not in "".join(told) + caplog.text
+    assert len(reported) == 5
+    assert "SECRET" not in "".join(reported) + caplog.text
 
 
 def test_a_rewind_says_both_positions_and_how_to_go_back_on_purpose(store: FileCheckpointStore, file: Path) -> None:

@@ -40,8 +40,8 @@ class Sink:
 
     def append(self, window: Window) -> None:
         for item in window.batches:
-            shapes = [version.schema for version in self._history.versions(item.schema.table)]
-            assert item.schema in shapes, "a row came before its shape was in the history"
+            schemas = [version.schema for version in self._history.versions(item.schema.table)]
+            assert item.schema in schemas, "a row came before its shape was in the history"
         self.rows += window.rows
         self.position = window.end
 
@@ -108,8 +108,8 @@ def at_their_ends(found: Window) -> Window:
     batches = []
     for item in found.batches:
         place = item.data.schema.get_field_index("_position")
-        told = pa.array([str(found.end)] * len(item), pa.string())
-        batches.append(replace(item, data=item.data.set_column(place, item.data.schema.field(place), told)))
+        reported = pa.array([str(found.end)] * len(item), pa.string())
+        batches.append(replace(item, data=item.data.set_column(place, item.data.schema.field(place), reported)))
     return replace(found, batches=tuple(batches))
 
 

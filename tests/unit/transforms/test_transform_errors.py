@@ -96,18 +96,18 @@ CAUSES: dict[str, tuple[Rule, ChangeBatch, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("rule", "rows", "said"), CAUSES.values(), ids=CAUSES)
-def test_a_failure_has_its_reason_and_no_value_of_the_row(rule: Rule, rows: ChangeBatch, said: str) -> None:
-    with pytest.raises(TransformFailed, match=said) as raised:
+@pytest.mark.parametrize(("rule", "rows", "message"), CAUSES.values(), ids=CAUSES)
+def test_a_failure_has_its_reason_and_no_value_of_the_row(rule: Rule, rows: ChangeBatch, message: str) -> None:
+    with pytest.raises(TransformFailed, match=message) as raised:
         plan_of(rule).apply(rows)
     assert SECRET not in str(raised.value)
-    with pytest.raises(TransformFailed, match=said):
+    with pytest.raises(TransformFailed, match=message):
         plan_of(rule).apply_marking(rows)
     lenient = rule.model_copy(update={"on_error": "dead-letter", "name": "mine"})
-    (letter,) = plan_of(lenient).apply(rows).dead_letters
-    assert letter.cause in str(raised.value)
+    (dead_letter,) = plan_of(lenient).apply(rows).dead_letters
+    assert dead_letter.cause in str(raised.value)
     (marked,) = plan_of(lenient).apply_marking(rows)
-    assert f"mine: {letter.cause}" in [
+    assert f"mine: {dead_letter.cause}" in [
         change.parse_rule_failure(cell["text"]) for cell in marked.data.column(change.UNFIT)[0].as_py()
     ]
 

@@ -261,7 +261,7 @@ def test_rules_on_a_keyless_table_must_give_equal_values_each_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "message"),
     [
         (Mask(tables=("public.people",), columns=("emial",)), "does not have"),
         (Mask(tables=("public.people",), columns=("mail",), when="land == 'DE'"), "names the column"),
@@ -278,13 +278,13 @@ def test_rules_on_a_keyless_table_must_give_equal_values_each_time() -> None:
     ],
     ids=lambda value: getattr(value, "do", ""),
 )
-def test_a_rule_that_cannot_work_is_refused_before_the_first_row(rule: Rule, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_rule_that_cannot_work_is_refused_before_the_first_row(rule: Rule, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         plan_of(rule).transformed_schema(PEOPLE)
 
 
 @pytest.mark.parametrize(
-    ("rule", "said", "instead"),
+    ("rule", "message", "instead"),
     [
         (Exclude(columns=("mail",), when="amount > 1"), "in all rows or in none", "`null` with `when`"),
         (Include(columns=("mail",), when="amount > 1"), "in all rows or in none", "`null` with `when`"),
@@ -293,8 +293,8 @@ def test_a_rule_that_cannot_work_is_refused_before_the_first_row(rule: Rule, sai
     ],
     ids=lambda value: getattr(value, "do", ""),
 )
-def test_a_rule_that_cannot_have_when_says_what_to_use_instead(rule: Rule, said: str, instead: str) -> None:
-    with pytest.raises(ConfigError, match=said) as raised:
+def test_a_rule_that_cannot_have_when_says_what_to_use_instead(rule: Rule, message: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
         Transforms.model_validate({"rules": (rule,), "keys": {"old": KeySource(env="OLD")}})
     assert instead in raised.value.hint
 
@@ -311,8 +311,8 @@ def test_a_cast_with_when_keeps_other_values_that_fit_and_fails_at_those_that_do
     applied = plan_of(rule).apply(rows)
     assert values(applied.batches, "id", "mail") == [(1, 7), (2, 8), (1, 9)]
     assert only(applied.batches)[2][change.BEFORE]["mail"] == 7
-    assert [letter.batch.data.column("id").to_pylist() for letter in applied.dead_letters] == [[3], [4]]
-    assert {letter.cause for letter in applied.dead_letters} == {"the value does not fit int32"}
+    assert [dead_letter.batch.data.column("id").to_pylist() for dead_letter in applied.dead_letters] == [[3], [4]]
+    assert {dead_letter.cause for dead_letter in applied.dead_letters} == {"the value does not fit int32"}
 
 
 def test_decrypt_with_when_works_where_other_rows_can_stay_binary() -> None:
@@ -374,7 +374,7 @@ def test_a_failing_function_is_reported_by_rule_and_never_with_its_own_message()
     assert MAIL not in str(raised.value)
     applied = plan_of(Function(name="mine", columns=("mail",), function=picky, on_error="dead-letter")).apply(rows)
     assert values(applied.batches, "id") == [(1,)]
-    assert [(letter.rule, len(letter.batch)) for letter in applied.dead_letters] == [("mine", 1)]
+    assert [(dead_letter.rule, len(dead_letter.batch)) for dead_letter in applied.dead_letters] == [("mine", 1)]
 
 
 # Windows.

@@ -15,9 +15,9 @@ FRAME = "name: shop\nsource: {url: postgresql://a@h/d, tables: ['public.*']}\nlo
 
 
 def test_the_guides_program_prints_the_shown_output(capsys: pytest.CaptureFixture[str]) -> None:
-    program, said = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", GUIDE, re.DOTALL)[0]
+    program, message = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", GUIDE, re.DOTALL)[0]
     exec(compile(program, "transforms.md", "exec"), {})
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == message
 
 
 def test_the_function_of_the_guide_works(capsys: pytest.CaptureFixture[str]) -> None:

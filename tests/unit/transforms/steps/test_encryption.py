@@ -93,7 +93,7 @@ def test_a_tampered_value_is_not_decrypted(broken: bytes) -> None:
     rule = Decrypt(name="open", columns=("mail",), on_error="dead-letter")
     applied = plan_of(rule).apply(batch(row, schema=made.schema))
     assert applied.batches == ()
-    assert [(letter.rule, letter.column, letter.positions) for letter in applied.dead_letters] == [
+    assert [(dead_letter.rule, dead_letter.column, dead_letter.positions) for dead_letter in applied.dead_letters] == [
         ("open", "mail", ["0/1"])
     ]
 
@@ -145,7 +145,7 @@ def test_lesson_7_a_failing_encryption_makes_a_dead_letter_and_never_emits_plain
     applied = failing_plan(rule, 2).apply(rows)
     assert [row[0] for row in values(applied.batches, "id")] == [0, 2, 3]
     assert SECRET.encode() not in applied.batches[0].data.serialize().to_pybytes()
-    assert [letter.batch.data.column("id").to_pylist() for letter in applied.dead_letters] == [[1]]
+    assert [dead_letter.batch.data.column("id").to_pylist() for dead_letter in applied.dead_letters] == [[1]]
     # Once the cause is mended, what was set aside goes through.
     assert len(plan_of(rule).apply(applied.dead_letters[0].batch).batches[0]) == 1
 
@@ -155,8 +155,8 @@ def test_lesson_7_a_marked_row_has_null_and_the_rules_name_instead_of_the_value(
     found = failing_plan(rule, 1).apply_marking(batch(changed(INSERT, person(1, SECRET, "5"))))
     row = only(found)[0]
     assert row["mail"] is None
-    said = [change.parse_rule_failure(cell["text"]) for cell in row[change.UNFIT]]
-    assert said == ["seal: the value cannot be encrypted with the key `new`"]
+    message = [change.parse_rule_failure(cell["text"]) for cell in row[change.UNFIT]]
+    assert message == ["seal: the value cannot be encrypted with the key `new`"]
     assert SECRET.encode() not in found[0].data.serialize().to_pybytes()
 
 

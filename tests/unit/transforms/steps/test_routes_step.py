@@ -87,7 +87,7 @@ def test_a_message_without_a_type_becomes_a_dead_letter() -> None:
     rows = batch(changed(INSERT, message("1", None)), changed(INSERT, message("2", "bill")), schema=OUTBOX)
     applied = plan_of(Outbox(name="box", on_error="dead-letter")).apply(rows)
     assert list(by_table(applied.batches)) == ["outbox.bill"]
-    assert [(letter.rule, len(letter.batch)) for letter in applied.dead_letters] == [("box", 1)]
+    assert [(dead_letter.rule, len(dead_letter.batch)) for dead_letter in applied.dead_letters] == [("box", 1)]
 
 
 def test_a_message_without_a_type_halts_and_names_the_rule() -> None:
@@ -120,15 +120,15 @@ def test_an_undecidable_message_becomes_a_dead_letter() -> None:
         batch(odd, changed(INSERT, message("2", "order")), schema=OUTBOX)
     )
     assert values(applied.batches, "id") == [("2",)]
-    assert [(letter.rule, len(letter.batch)) for letter in applied.dead_letters] == [("box", 1)]
+    assert [(dead_letter.rule, len(dead_letter.batch)) for dead_letter in applied.dead_letters] == [("box", 1)]
 
 
 def test_another_condition_of_an_outbox_changes_the_schema_of_its_tables() -> None:
     order, other = TableId("events", "order"), SOME.model_copy(update={"when": "payload != ''"})
     plain = SOME.model_copy(update={"when": None})
-    shapes = [plan_of(rule).transformed_schema(OUTBOX, order) for rule in (SOME, other, plain)]
-    assert len({shape.columns for shape in shapes}) == 3
-    assert not any(is_changed_by_rule(column) for shape in shapes for column in shape.columns), (
+    schemas = [plan_of(rule).transformed_schema(OUTBOX, order) for rule in (SOME, other, plain)]
+    assert len({shape.columns for shape in schemas}) == 3
+    assert not any(is_changed_by_rule(column) for shape in schemas for column in shape.columns), (
         "rows can be asked for by key"
     )
 
@@ -139,7 +139,7 @@ def test_a_failed_row_is_one_dead_letter_although_it_could_go_to_two_tables() ->
     for when in ("mail > 5", "mail is None"):
         applied = plan_of(numbers, Route(to="elsewhere.people", when=when)).apply(rows)
         assert values(applied.batches, "id") == [(1,)]
-        assert [(letter.rule, len(letter.batch)) for letter in applied.dead_letters] == [("numbers", 1)]
+        assert [(dead_letter.rule, len(dead_letter.batch)) for dead_letter in applied.dead_letters] == [("numbers", 1)]
 
 
 def test_rows_that_go_to_several_tables_are_not_loaded_into_one() -> None:
@@ -156,8 +156,8 @@ def test_unwrapped_rows_have_no_old_ones_and_no_deletes() -> None:
 
 
 def test_marked_deletes_leave_unsent_values_unchanged() -> None:
-    come, told = changed(INSERT, person(1, "a")), changed(DELETE, person(2, "x"))
-    found = only(plan_of(Unwrap(deletes="mark")).apply(batch(come, told)).batches)
+    come, reported = changed(INSERT, person(1, "a")), changed(DELETE, person(2, "x"))
+    found = only(plan_of(Unwrap(deletes="mark")).apply(batch(come, reported)).batches)
     assert [(row[change.OP], row["deleted"], row["mail"]) for row in found] == [
         ("insert", False, "a"),
         ("update", True, "x"),
@@ -213,9 +213,9 @@ def test_an_undecidable_row_becomes_a_dead_letter_as_it_was_sent() -> None:
     rows = batch(changed(DELETE, GERMAN), changed(DELETE, FRENCH))
     applied = plan_of(rule).apply(rows)
     assert [(row[change.OP], row["id"]) for row in only(applied.batches)] == [("update", 2)]
-    assert [(letter.cause, letter.batch.data.column("_op").to_pylist()) for letter in applied.dead_letters] == [
-        ("it divides by zero", ["delete"])
-    ]
+    assert [
+        (dead_letter.cause, dead_letter.batch.data.column("_op").to_pylist()) for dead_letter in applied.dead_letters
+    ] == [("it divides by zero", ["delete"])]
 
 
 def test_a_failed_delete_is_reported_although_deletes_are_dropped() -> None:

@@ -139,7 +139,7 @@ def test_a_condition_that_cannot_be_computed_for_a_row_fails_only_there(rule: Ru
     assert "secret" not in str(raised.value)
     applied = plan_of(rule.model_copy(update={"on_error": "dead-letter"})).apply(rows)
     failing = 7 if rule.when and rule.do == "filter" else 7 * 10**12
-    assert [letter.batch.data.column("id").to_pylist() for letter in applied.dead_letters] == [[failing]]
+    assert [dead_letter.batch.data.column("id").to_pylist() for dead_letter in applied.dead_letters] == [[failing]]
     assert len(applied.batches[0]) == 4
 
 
@@ -184,23 +184,23 @@ steps = st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["DE", "FR", None]
 def history(given: list[tuple[int, str | None, str]], *, full: bool) -> tuple[list[dict[str, Any]], dict[int, Row]]:
     """Return the changes that a source would send for these steps, and the table after them."""
     table: dict[int, Row] = {}
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     for number, country, what in given:
-        row, old = person(number, f"m{len(told)}", "1", country), table.get(number)
-        if what == "t" and len(told) % 5 == 0:
-            told.append(changed(TRUNCATE, person(0)))
+        row, old = person(number, f"m{len(reported)}", "1", country), table.get(number)
+        if what == "t" and len(reported) % 5 == 0:
+            reported.append(changed(TRUNCATE, person(0)))
             table.clear()
         elif what == "d":
             if old is not None:
-                told.append(changed(DELETE, old if full else person(number), before=old if full else None))
+                reported.append(changed(DELETE, old if full else person(number), before=old if full else None))
                 del table[number]
         elif old is None:
-            told.append(changed(INSERT, row))
+            reported.append(changed(INSERT, row))
             table[number] = row
         else:
-            told.append(changed(UPDATE, row, before=old if full else None))
+            reported.append(changed(UPDATE, row, before=old if full else None))
             table[number] = row
-    return told, table
+    return reported, table
 
 
 def applied(batches: tuple[ChangeBatch, ...]) -> dict[int, Row]:
@@ -223,10 +223,10 @@ def applied(batches: tuple[ChangeBatch, ...]) -> dict[int, Row]:
 def test_filtering_changes_leaves_what_filtering_the_table_leaves(
     given: list[tuple[int, str | None, str]], full: bool
 ) -> None:
-    told, table = history(given, full=full)
-    if not told:
+    reported, table = history(given, full=full)
+    if not reported:
         return
-    found = plan_of(GERMANS, Mask(columns=("mail",), keep_last=2)).apply(batch(*told)).batches
+    found = plan_of(GERMANS, Mask(columns=("mail",), keep_last=2)).apply(batch(*reported)).batches
 
     def masked(text: str) -> str:
         return text if len(text) < 1 else "*" * (len(text) - 2) + text[-2:] if len(text) > 2 else "*" * len(text)
@@ -242,8 +242,8 @@ def test_filtering_changes_leaves_what_filtering_the_table_leaves(
 @settings(max_examples=50, deadline=None)
 @given(steps)
 def test_with_old_rows_sent_every_change_fits_its_target_table(given: list[tuple[int, str | None, str]]) -> None:
-    told, _ = history(given, full=True)
-    found = plan_of(GERMANS).apply(batch(*told)).batches if told else ()
+    reported, _ = history(given, full=True)
+    found = plan_of(GERMANS).apply(batch(*reported)).batches if reported else ()
     there: set[int] = set()
     for row in only(found) if found else []:
         match row[change.OP]:
@@ -269,8 +269,8 @@ def test_a_failed_row_becomes_a_dead_letter_whatever_a_later_filter_decides() ->
     for where in ("mail > 5", "id == 1"):
         applied = plan_of(numbers, Filter(where=where)).apply(rows)
         assert values(applied.batches, "id") == [(1,)]
-        (letter,) = applied.dead_letters
-        assert (letter.rule, values([letter.batch], "id")) == ("numbers", [(2,), (3,)])
+        (dead_letter,) = applied.dead_letters
+        assert (dead_letter.rule, values([dead_letter.batch], "id")) == ("numbers", [(2,), (3,)])
 
 
 @pytest.mark.parametrize("where", ["mail > 5", "id == 1"])
