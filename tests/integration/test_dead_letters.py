@@ -62,7 +62,7 @@ def letters(scene: Scene, *flags: str) -> list[dict[str, Any]]:
 def replay(scene: Scene) -> None:
     done = scene.pipeline.ask("dead-letters", "replay")
     assert done.returncode == 0, done.stderr
-    assert "tried again" in done.stdout
+    assert "replayed" in done.stdout
     answered = DeadLetterStore(scene.settings.log.path, THINGS)
     assert eventually(lambda: answered.replay_requested_at is None)
 
@@ -265,7 +265,7 @@ def test_forgotten_letters_are_gone_and_the_row_stays(scene: Scene) -> None:
         assert scene.settled(applying)
         first, second = letters(scene)
         said = scene.pipeline.ask("dead-letters", "list", "public.things", "--forget", "--seq", str(first["seq"]))
-        assert said.stdout == "public.things: 1 letter dropped; the rows stay as they are\n"
+        assert said.stdout == "public.things: 1 dead letter dropped; the rows stay as they are\n"
         assert [letter["seq"] for letter in letters(scene)] == [second["seq"]]
         assert rows(applying)[3]["amount"] == 3
 
@@ -391,7 +391,7 @@ def test_a_history_goes_on_without_versions_that_do_not_fit_and_keeps_their_lett
         assert scene.settled(applying)
         assert versions(applying, 5) == [(5, False), (50, True)]
         assert [one["passed"] for one in letters(scene)] == [True] * 4
-        assert "cannot be tried again" in scene.pipeline.ask("dead-letters", "replay").stdout
+        assert "cannot be replayed" in scene.pipeline.ask("dead-letters", "replay").stdout
 
 
 def test_a_row_that_does_not_fit_is_not_marked_as_deleted_when_its_table_is_loaded_again(scene: Scene) -> None:

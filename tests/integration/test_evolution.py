@@ -228,13 +228,13 @@ def test_what_would_be_done_is_told_and_nothing_is_touched(database: str, tmp_pa
             f"{kept}, as b__dropped",
         ]
         assert found["t_widen_text"]["action"] == "apply"
-        assert found["t_widen_text"]["steps"] == ["note the new shape; no row changes"]
+        assert found["t_widen_text"]["steps"] == ["record the new schema; no row changes"]
         assert (found["t_widen_numeric"]["action"], found["t_widen_numeric"]["steps"]) == ("apply", ["widen n"])
         assert (found["t_recreate"]["action"], found["t_recreate"]["why"]) == ("refresh", "dropped and created again")
         assert (found["stuck"]["action"], found["stuck"]["why"]) == ("stop", "a value does not fit"), "not loaded anew"
         assert found["changes"]["steps"] == ["add d"], "a change did not bring what came later; under the lake's name"
         said = scene.pipeline.ask("evolve", "--dry-run").stdout
-        assert "public.t_retype_using: loaded anew: its rows were rewritten\n" in said
+        assert "public.t_retype_using: reload: its rows were rewritten\n" in said
         assert "public.t_rename: stops: renamed a to z. `evolution.rename` is `stop` for it." in said
         assert "public.t_default: nothing to do\n" in said
         assert {table: lake_version(tmp_path, table) for table in tables.values()} == versions

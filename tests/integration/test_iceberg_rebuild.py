@@ -183,7 +183,7 @@ def test_a_change_of_shape_is_made_again_and_one_that_only_a_load_brings_is_refu
     assert (quiet.rows(), before[1]["name"]) == (before, "n1"), "what the source dropped is kept"
     quiet.commit(insert(7, added=True), schema=WIDER)  # nothing is known of the new column's default
     files, newest = sorted(place(quiet).rglob("*")), versions(quiet)[-1]
-    with pytest.raises(SchemaChanged, match="the log alone does not bring the table over a change of its shape"):
+    with pytest.raises(SchemaChanged, match="the log alone cannot carry the table over a schema change"):
         rebuilt(quiet)
     assert (versions(quiet)[-1], sorted(place(quiet).rglob("*"))) == (newest, files), "nothing was touched, or left"
 
@@ -282,9 +282,9 @@ def test_where_nothing_is_kept_a_missing_table_is_refused(tmp_path: Path) -> Non
     quiet.load(ROWS)
     quiet.commit(update(1, n=1))
     shutil.rmtree(place(quiet))
-    with pytest.raises(LogTrimmed, match="no lake table, and nothing is kept of a load of it") as refused:
+    with pytest.raises(LogTrimmed, match="no lake table, and no kept load of it") as refused:
         rebuilt(quiet)
-    assert "`tailrace run FILE` loads it" in refused.value.hint
+    assert "Run `tailrace run FILE`" in refused.value.hint
     assert not place(quiet).exists()
 
 

@@ -43,7 +43,7 @@ def letters(scene: Scene) -> list[int]:
 
 def replay(scene: Scene) -> None:
     done = scene.pipeline.ask("dead-letters", "replay")
-    assert (done.returncode, "tried again" in done.stdout) == (0, True), done.stderr
+    assert (done.returncode, "replayed" in done.stdout) == (0, True), done.stderr
     answered = DeadLetterStore(scene.settings.log.path, THINGS)
     assert eventually(lambda: answered.replay_requested_at is None)
 

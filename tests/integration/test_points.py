@@ -135,7 +135,7 @@ def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) 
     assert (told[1], len(told)) == (f"public.left_accounts: version {version}", 4)
     assert told[3].startswith("public.z z: version "), "a name is one line"
     for wrong, said in (
-        (("--time", "yesterday"), "this is no time"),
+        (("--time", "yesterday"), "the time is not valid"),
         (("--time", "1999-01-01"), "the first consistent point is later"),
         (("--position", "here"), "not a log sequence number"),
         (("--position", "0/1", "--time", "2999-01-01"), "one of the two"),

@@ -112,8 +112,8 @@ def test_a_part_is_read_again_and_only_that_and_what_is_deleted_goes(filled: str
         scene.assert_equal(applying, "things")
         behind_our_back(filled, applying, "UPDATE things SET x = 7", "DELETE FROM things WHERE id > 1400")
         said = ask(scene, "public.things", "--where", "id <= 100 -- the first")
-        assert "rows that fulfil the condition are read again" in said
-        assert "takes it up within a second" in said
+        assert "rows that match the condition are reloaded" in said
+        assert "starts it within a second" in said
         assert eventually(lambda: not LoadStore(scene.settings.log.path).requests())
         assert scene.settled(applying)
         assert rows(applying) == list(range(1, 1401))
@@ -145,7 +145,7 @@ def test_what_is_asked_while_nothing_runs_is_done_at_the_next_start(filled: str,
             scene.assert_equal(applying, "things")
             behind_our_back(filled, applying, "UPDATE things SET x = 7")
         said = ask(scene, "public.*", "--mode", "refresh")
-        assert "nothing applies now" in said
+        assert "no process applies now" in said
         with scene.loader() as applying:
             scene.assert_equal(applying, "things")
             assert len(rows(applying, x=7)) == 1500

@@ -52,7 +52,9 @@ def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
         elif managed.applied_position is not None and managed.schema is not None:
             schemas = [*_pending_schemas(registry, managed), *([current[table]] if table in current else [])]
             planned = _evolution(settings, managed, schemas, source.parse_value, gone=table in gone)
-            stopped = planned.action in ("apply", "refresh") and _stopped_at_change(settings, registry, stored.get(table), table)
+            stopped = planned.action in ("apply", "refresh") and _stopped_at_change(
+                settings, registry, stored.get(table), table
+            )
             previews.append(stopped or planned)
     return tuple(previews)
 
@@ -60,13 +62,15 @@ def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
 def _stopped_at_change(
     settings: PipelineSettings, registry: TableRegistry, entry: Mapping[str, Any] | None, table: TableId
 ) -> TableEvolution | None:
-    """Return a `stop` for a table that fails at a change before it reaches its new schema.
+    """Return a `stop` for a table that fails at a change before its new schema.
 
     Only a load gets past that change.
     """
     if entry is None or entry["state"] != TableState.FAILED.value or entry["reason"] not in _AT_A_CHANGE:
         return None
-    if settings.tables.dead_letters_enabled(table) or any(request.table == table for request in registry.load_store.requests()):
+    if settings.tables.dead_letters_enabled(table) or any(
+        request.table == table for request in registry.load_store.requests()
+    ):
         return None
     return TableEvolution(schema=table.schema, table=table.name, action="stop", why=entry["detail"], hint=entry["hint"])
 
@@ -150,14 +154,20 @@ def _evolution(
                 continue  # the new version only adds details
             action = "apply"
             own = recast_for_spec(spec, step)
-            descriptions = (*own.descriptions, *_kept_columns(columns, spec.stored_schema(before), own), *_widened_columns(spec, before, current))
+            descriptions = (
+                *own.descriptions,
+                *_kept_columns(columns, spec.stored_schema(before), own),
+                *_widened_columns(spec, before, current),
+            )
             steps += descriptions or ("record the new schema; no row changes",)
         elif isinstance(step, ReloadNeeded):
             action, why = "refresh", step.why if action != "refresh" else why
             # A table that keeps every change takes every schema on its way to the load; others take only the last.
             to = step.schema if spec.needs_exact_load else schemas[-1]
             carried = (
-                carry_over(spec, current, to, policies, value_of) if spec.keeps_past and not managed.may_refetch else None
+                carry_over(spec, current, to, policies, value_of)
+                if spec.keeps_past and not managed.may_refetch
+                else None
             )
             if managed.may_refetch or isinstance(carried, SchemaChanged):
                 action, (why, hint) = "stop", _reload_refusal(step, carried)
@@ -167,7 +177,10 @@ def _evolution(
                 action, why, hint = "stop", refused.headline, refused.hint
                 break
             own = recast_for_spec(spec, carried)
-            steps, current = [*steps, *own.descriptions, *_kept_columns(columns, spec.stored_schema(current), own)], carried.schema
+            steps, current = (
+                [*steps, *own.descriptions, *_kept_columns(columns, spec.stored_schema(current), own)],
+                carried.schema,
+            )
             if not spec.needs_exact_load:
                 break
         else:

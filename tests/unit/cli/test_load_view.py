@@ -1,4 +1,4 @@
-"""Loads as a person sees them: while they run, and when they have ended."""
+"""The view of loads: while they run, and when they have ended."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def shown(console: status_view.PatientConsole) -> str:
         (replace(READING, backing_off=True), "25% · reading, slower: the source is busy · 31 s left"),
         (replace(READING, stage="waiting", seconds_left=None), "25% · waiting for open transactions · 1,000,000"),
         (replace(READING, stage="paused", seconds_left=None, backing_off=True), "25% · paused · 1,000,000 rows"),
-        (replace(READING, stage="landing", chunks_done=40), "99% · making the commit"),
+        (replace(READING, stage="landing", chunks_done=40), "99% · committing"),
         (replace(READING, way="chunked", mode="refresh"), "chunked, refresh"),
-        (replace(READING, stage="replaying", chunks=0), "replaying what was committed meanwhile"),
+        (replace(READING, stage="replaying", chunks=0), "applying changes committed during the load"),
         (replace(READING, stage="of a later version"), "of a later version"),
     ],
 )
-def test_a_load_tells_how_far_it_is_how_fast_and_what_it_waits_for(load: LoadStatus, words: str) -> None:
+def test_a_load_shows_its_progress_its_speed_and_what_it_waits_for(load: LoadStatus, words: str) -> None:
     (line,) = load_view.load_lines([table("orders", load=load)])
     assert line.startswith("load of public.orders: ")
     assert words in line
@@ -92,7 +92,7 @@ def test_a_load_tells_how_far_it_is_how_fast_and_what_it_waits_for(load: LoadSta
     assert words in shown(console)
 
 
-def test_a_load_of_one_chunk_goes_by_rows_and_one_of_many_by_chunks() -> None:
+def test_progress_counts_rows_for_one_chunk_and_chunks_for_many() -> None:
     one = replace(READING, chunks=1, chunks_done=0, rows=500)
     assert load_view.load_fraction(table("a", load_rows_estimated=1000), one) == 0.5
     assert load_view.load_fraction(table("a", load_rows_estimated=100), one) == 0.99, "the estimate is the server's"
@@ -101,7 +101,7 @@ def test_a_load_of_one_chunk_goes_by_rows_and_one_of_many_by_chunks() -> None:
     assert load_view.load_fraction(low, READING) == 11 / 40, "chunks know better than a low estimate"
 
 
-def test_a_load_has_a_bar_and_a_paused_table_without_one_says_so() -> None:
+def test_a_load_has_a_bar_and_a_paused_table_without_a_load_has_none() -> None:
     console = screen()
     tables = [table("orders", load=READING), table("held", TableState.PAUSED), table("b", TableState.LOADED)]
     status_view.print_status(status_of(*tables), console)
@@ -112,26 +112,26 @@ def test_a_load_has_a_bar_and_a_paused_table_without_one_says_so() -> None:
     assert sum("public.held" in line for line in shown(console).splitlines()) == 1
 
 
-def test_without_loads_nothing_is_said_of_them() -> None:
+def test_without_loads_none_are_shown() -> None:
     console = screen()
     status_view.print_status(status_of(table("a", TableState.LIVE)), console)
     assert "load of" not in shown(console)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_many_loads_fit_a_screen_with_what_matters_most(width: int) -> None:
+def test_many_loads_fit_a_screen(width: int) -> None:
     tables = [table(f"t{number}", load=READING) for number in range(50)]
     console = screen(width)
     console.print(status_view.live_view(status_of(*tables), rows_fit=30))
     lines = shown(console).splitlines()
     assert len(lines) <= 30
-    told = [line for line in lines if "reading" in line]
-    assert len(told) >= 3
-    assert all(line.split()[0].startswith("public.t") for line in told), "one line each"
+    shown_loads = [line for line in lines if "reading" in line]
+    assert len(shown_loads) >= 3
+    assert all(line.split()[0].startswith("public.t") for line in shown_loads), "one line each"
     assert any("… and" in line for line in lines)
 
 
-def test_what_a_load_waits_for_is_told() -> None:
+def test_a_waiting_load_shows_what_it_waits_for() -> None:
     waiting = replace(READING, stage="waiting")
     (line,) = load_view.load_lines([table("orders", load=waiting)])
     assert "waiting for open transactions" in line
@@ -139,7 +139,7 @@ def test_what_a_load_waits_for_is_told() -> None:
     assert "waiting for 1 open transaction: pid 7" in line
 
 
-def test_where_nothing_is_redrawn_each_load_has_a_line_every_few_seconds() -> None:
+def test_without_a_terminal_each_load_has_a_line_every_few_seconds() -> None:
     console, now = screen(), [0.0]
     observer = status_view.PlainObserver(console, clock=lambda: now[0])
     tables = [table(f"t{number:02d}", load=READING) for number in range(12)]
@@ -161,7 +161,7 @@ LOADED = LoadResult(
 
 
 def first_load() -> list[TableStatus]:
-    """What is seen of a table that is loaded for the first time, tick by tick."""
+    """Return the statuses of a table during its first load, tick by tick."""
     return [
         table("orders", TableState.NEW),
         table("orders", load=replace(READING, chunks_done=0)),
@@ -176,7 +176,7 @@ def seen(*ticks: TableStatus) -> list[str]:
     return [load_view.loaded_line(done) for tick in ticks for done in loads.update([tick])]
 
 
-def test_a_load_that_has_landed_is_summed_up_once() -> None:
+def test_a_finished_load_is_summed_up_once() -> None:
     assert seen(*first_load()) == [
         "loaded public.orders: 2,000,000 rows · 1.0 GiB · 12 s · 160,000 rows/s · exact, replace"
     ]
@@ -187,14 +187,14 @@ def test_a_load_between_two_ticks_is_not_missed() -> None:
     assert len(seen(first, last)) == len(seen(last)) == 1
 
 
-def test_a_table_that_is_loaded_again_is_summed_up_each_time() -> None:
+def test_each_reload_of_a_table_is_summed_up() -> None:
     live = table("orders", TableState.LIVE, last_load=LOADED)
     again = replace(live, state=TableState.REFRESHING, load=replace(READING, stage="landing", mode="refresh"))
-    anew = replace(live, last_load=replace(LOADED, landed_at=2.0))
-    assert len(seen(live, again, live, again, anew, anew)) == 2
+    reloaded = replace(live, last_load=replace(LOADED, landed_at=2.0))
+    assert len(seen(live, again, live, again, reloaded, reloaded)) == 2
 
 
-def test_a_load_that_was_given_up_is_not_called_loaded() -> None:
+def test_a_cancelled_load_is_not_summed_up() -> None:
     assert seen(table("orders", load=READING), table("orders", TableState.FAILED, reason="value-unfit")) == []
     live = table("orders", TableState.LIVE, last_load=LOADED)
     assert len(seen(live, replace(live, state=TableState.REFRESHING, load=READING), live)) == 1
@@ -255,7 +255,7 @@ def test_a_run_with_json_lists_what_it_has_loaded(file: str, capsys: pytest.Capt
     }
 
 
-def test_the_status_with_json_tells_loads_too() -> None:
+def test_the_status_with_json_has_the_loads() -> None:
     data = status_of(table("orders", load=READING)).to_json()
     assert json.loads(json.dumps(data)) == data
     assert data["tables"][0]["load"]["chunks_done"] == 10

@@ -62,7 +62,7 @@ def test_every_change_is_a_line_in_the_order_of_the_log(capsys: pytest.CaptureFi
         ["insert", "public.other"],
     ]
     assert "(unchanged: big)" in lines[2]
-    assert 'name="a\\u001b[31m"' in lines[2], "nothing in a row steers the terminal"
+    assert 'name="a\\u001b[31m"' in lines[2], "no row can control the terminal"
     assert "(was id=2)" in lines[4]
 
 
@@ -75,21 +75,19 @@ def test_with_json_each_line_is_an_object(capsys: pytest.CaptureFixture[str], di
     assert [item["op"] for item in found] == ["c", "c", "u", "d", "c", "d", "c"]
 
 
-def test_of_a_row_that_goes_all_that_the_source_sent_is_printed(
-    capsys: pytest.CaptureFixture[str], diary: Diary
-) -> None:
+def test_a_delete_is_printed_with_everything_the_source_sent(capsys: pytest.CaptureFixture[str], diary: Diary) -> None:
     keyless = replace(KEYLESS, table=TableId("public", "nk"), relation=77)
     keyed = replace(SHOP, table=TableId("public", "full"), relation=78, identity=Identity.FULL)
     diary.commit((keyless, [delete({}, a=5, b="x")]), (keyed, [delete(1, name="a", n=3)]))
     flags = "--from-start", "public.nk", "public.full"
     old = [{"a": 5, "b": "x"}, {"id": 1, "name": "a", "big": None, "n": 3}]
-    for form in ("--json", "--debezium"):
-        assert [json.loads(line)["before"] for line in printed(capsys, diary, *flags, form)] == old
+    for output_format in ("--json", "--debezium"):
+        assert [json.loads(line)["before"] for line in printed(capsys, diary, *flags, output_format)] == old
     lines = printed(capsys, diary, *flags)
     assert [line.split(maxsplit=3)[3] for line in lines] == ['a=5 b="x"', 'id=1 name="a" big=null n=3']
 
 
-def test_tables_can_be_named_and_the_past_is_left_out_unless_asked_for(
+def test_tables_can_be_named_and_older_changes_need_from_start(
     capsys: pytest.CaptureFixture[str], diary: Diary
 ) -> None:
     assert len(printed(capsys, diary, "--from-start", "public.other")) == 1
@@ -99,22 +97,22 @@ def test_tables_can_be_named_and_the_past_is_left_out_unless_asked_for(
 
 def test_a_name_without_a_schema_is_refused(capsys: pytest.CaptureFixture[str], diary: Diary) -> None:
     assert main(["tail", str(diary.path.parent / "tailrace.yaml"), "things"]) == ExitCode.CONFIG
-    said = capsys.readouterr().err
-    assert "a table's name has its schema" in said
-    assert "public.things" in said
+    stderr = capsys.readouterr().err
+    assert "the table name lacks its schema" in stderr
+    assert "public.things" in stderr
 
 
-def test_a_table_that_the_log_does_not_know_is_warned_of(capsys: pytest.CaptureFixture[str], diary: Diary) -> None:
+def test_an_unknown_table_is_warned_of(capsys: pytest.CaptureFixture[str], diary: Diary) -> None:
     file = str(diary.path.parent / "tailrace.yaml")
     assert main(["tail", file, "--until-caught-up", "--from-start", "public.thigns", "public.other"]) == ExitCode.OK
     found = capsys.readouterr()
     assert len(found.out.splitlines()) == 1
-    assert "no rows of such a table yet" in found.err
+    assert "no rows of this table yet" in found.err
     assert "public.thigns" in found.err
     assert "public.other" not in found.err
 
 
-def test_it_ends_when_nobody_reads_though_nothing_more_comes(diary: Diary) -> None:
+def test_it_ends_without_a_reader_even_if_no_change_arrives(diary: Diary) -> None:
     file = str(diary.path.parent / "tailrace.yaml")
     running = subprocess.Popen(
         [sys.executable, "-m", "tailrace", "tail", file, "--from-start", "--json"], stdout=subprocess.PIPE, text=True
@@ -123,7 +121,7 @@ def test_it_ends_when_nobody_reads_though_nothing_more_comes(diary: Diary) -> No
         assert running.stdout is not None
         assert json.loads(running.stdout.readline())["seq"] == 1
         assert [json.loads(running.stdout.readline())["seq"] for _ in range(6)][-1] == 7
-        assert running.poll() is None, "somebody reads, so it waits for more"
+        assert running.poll() is None, "it has a reader, so it waits for more"
         running.stdout.close()
         assert running.wait(timeout=240) == 0
     finally:
@@ -131,7 +129,7 @@ def test_it_ends_when_nobody_reads_though_nothing_more_comes(diary: Diary) -> No
         running.wait()
 
 
-def test_what_was_let_go_of_before_it_was_printed_is_told_beside_the_data(diary: Diary) -> None:
+def test_commits_trimmed_before_they_were_printed_are_reported_on_stderr(diary: Diary) -> None:
     diary.commit(inserts(*range(1000, 6000)))  # more than a pipe holds
     missing = [diary.commit(inserts(11)), diary.commit(inserts(12))]
     file = str(diary.path.parent / "tailrace.yaml")
@@ -144,13 +142,13 @@ def test_what_was_let_go_of_before_it_was_printed_is_told_beside_the_data(diary:
     try:
         assert running.stdout is not None
         assert running.stderr is not None
-        lines = [running.stdout.readline() for _ in range(10)]  # it is in the middle of the large one, and waits
+        lines = [running.stdout.readline() for _ in range(10)]  # it waits in the middle of the large commit
         seal(diary.path)
         with Sealer(diary.path) as sealer:
             trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
         with running.stdout as out, running.stderr as err:
             lines += out.readlines()
-            said = err.read()
+            stderr = err.read()
         running.wait(timeout=240)
     finally:
         running.kill()
@@ -159,10 +157,10 @@ def test_what_was_let_go_of_before_it_was_printed_is_told_beside_the_data(diary:
     assert set(range(1000, 6000)) <= set(found)
     assert not {11, 12} & set(found)
     assert running.returncode == 0
-    assert f"commits were trimmed before they were printed first={missing[0]} last={missing[1]} " in said
+    assert f"commits were trimmed before they were printed first={missing[0]} last={missing[1]} " in stderr
 
 
-def test_it_ends_with_ctrl_c_and_says_nothing_of_it(diary: Diary) -> None:
+def test_ctrl_c_ends_it_silently(diary: Diary) -> None:
     file = str(diary.path.parent / "tailrace.yaml")
     running = subprocess.Popen(
         [sys.executable, "-m", "tailrace", "tail", file, "--from-start", "--json"],
@@ -174,22 +172,22 @@ def test_it_ends_with_ctrl_c_and_says_nothing_of_it(diary: Diary) -> None:
         assert running.stdout is not None
         assert json.loads(running.stdout.readline())["seq"] == 1
         running.send_signal(signal.SIGINT)
-        rest, said = running.communicate(timeout=20)
+        rest, stderr = running.communicate(timeout=20)
     finally:
         running.kill()
         running.wait()
-    assert (running.returncode, said) == (0, "")
+    assert (running.returncode, stderr) == (0, "")
     assert all(json.loads(one) for one in rest.splitlines()), "no line was torn"
 
 
-def test_it_ends_where_there_is_nowhere_to_print(monkeypatch: pytest.MonkeyPatch, diary: Diary) -> None:
+def test_it_ends_without_stdout(monkeypatch: pytest.MonkeyPatch, diary: Diary) -> None:
     file = str(diary.path.parent / "tailrace.yaml")
     with monkeypatch.context() as closed:
         closed.setattr(sys, "stdout", None)  # as Python has it after `>&-`
         assert main(["tail", file, "--from-start"]) == 0
 
 
-def test_an_error_is_never_data(
+def test_an_error_is_never_printed_as_data(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with monkeypatch.context() as closed:
@@ -198,7 +196,7 @@ def test_an_error_is_never_data(
     assert capsys.readouterr().out == ""
 
 
-def test_changes_are_printed_as_they_come_and_it_ends_when_nobody_reads(diary: Diary) -> None:
+def test_changes_are_printed_as_they_arrive_and_it_ends_without_a_reader(diary: Diary) -> None:
     file = str(diary.path.parent / "tailrace.yaml")
     running = subprocess.Popen(
         [sys.executable, "-m", "tailrace", "tail", file, "--json"], stdout=subprocess.PIPE, text=True
@@ -226,7 +224,7 @@ def test_changes_are_printed_as_they_come_and_it_ends_when_nobody_reads(diary: D
         running.wait()
 
 
-def test_a_line_has_one_form(capsys: pytest.CaptureFixture[str], diary: Diary) -> None:
+def test_json_and_debezium_cannot_be_combined(capsys: pytest.CaptureFixture[str], diary: Diary) -> None:
     file = diary.path.parent / "tailrace.yaml"
     assert main(["tail", str(file), "--until-caught-up", "--json", "--debezium"]) == ExitCode.CONFIG
-    assert "do not go together" in capsys.readouterr().err
+    assert "cannot be combined" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Asking for loads and holding them back: only records are written, and nothing that a load would refuse."""
+"""Load requests and holds: only records are written, and none that a load would refuse."""
 
 from __future__ import annotations
 
@@ -69,32 +69,32 @@ def url(server: EmbeddedPostgres) -> Iterator[str]:
 
 @pytest.fixture
 def settings(url: str, tmp_path: Path) -> PipelineSettings:
-    """A pipeline whose log is there, and whose tables are loaded but for one."""
+    """A pipeline with a log, whose tables are loaded except one."""
     (tmp_path / "tailrace.yaml").write_text(SETTINGS.format(url=url))
     found = load_settings(tmp_path / "tailrace.yaml")
     Diary(tmp_path / "log").close()
     log_id = ChangeLog.open(tmp_path / "log").log_id
-    # Publications are made by capture; here every column is told.
+    # Capture makes publications; this one has every column.
     with psycopg.connect(url, autocommit=True) as admin:
         admin.execute(f"drop publication if exists tailrace_{log_id}")
         admin.execute(f"create publication tailrace_{log_id} for all tables with (publish_via_partition_root)")
     with connect(url) as connection:
         for table in (ORDERS, CUSTOMERS, NO_KEY, PARTS):
-            shape = Catalogue(connection).describe(table, None)
+            schema = Catalogue(connection).describe(table, None)
             lake = DeltaRsTable(table_path(found.tables.path, table), log_id)
-            lake.commit_load(shape, [], AppliedPosition(seq=0, commit=0, position=ZERO))
+            lake.commit_load(schema, [], AppliedPosition(seq=0, commit=0, position=ZERO))
     return found
 
 
 @pytest.fixture
 def silent(settings: PipelineSettings, tmp_path: Path) -> PipelineSettings:
-    """The same without a source that answers; of its tables the log knows those of a diary."""
+    """The same pipeline with a source that does not answer; its log knows some tables."""
     (tmp_path / "tailrace.yaml").write_text(SETTINGS.format(url="postgresql://app@127.0.0.1:1/shop"))
     return load_settings(tmp_path / "tailrace.yaml")
 
 
 @pytest.fixture
-def seeds(settings: PipelineSettings) -> LoadStore:
+def load_store(settings: PipelineSettings) -> LoadStore:
     return LoadStore(settings.log.path)
 
 
@@ -102,29 +102,33 @@ def records(settings: PipelineSettings) -> list[str]:
     return sorted(path.name for path in Path(str(settings.log.path), FOLDER).rglob("*.json"))
 
 
-def begin(settings: PipelineSettings, seeds: LoadStore, table: TableId, wish: LoadRequest | None = None) -> LoadRecord:
-    """A load under way, as an applying process would have left it: one chunk is in."""
+def begin(
+    settings: PipelineSettings, load_store: LoadStore, table: TableId, request: LoadRequest | None = None
+) -> LoadRecord:
+    """Store a running load, as an applying process would: one chunk is done."""
     log_id = ChangeLog.open(settings.log.path).log_id
-    seed = LoadRecord(
-        plan=open_source(settings, log_id).plan(table, ChunkKind.KEY, 1 << 20), snapshot_position=Lsn(1), request=wish
+    record = LoadRecord(
+        plan=open_source(settings, log_id).plan(table, ChunkKind.KEY, 1 << 20),
+        snapshot_position=Lsn(1),
+        request=request,
     )
-    seeds.begin(seed)
-    seeds.record_chunk(seed.id, StagedChunk(chunk=0, files=(), rows=0, bytes=0, seconds=0.1, seen_until=Lsn(1)))
-    return seed
+    load_store.begin(record)
+    load_store.record_chunk(record.id, StagedChunk(chunk=0, files=(), rows=0, bytes=0, seconds=0.1, seen_until=Lsn(1)))
+    return record
 
 
-def said(asked: load_requests.LoadRequestResult, table: TableId) -> tuple[str, str]:
-    """What was done for a table, and how it is told."""
+def answer(asked: load_requests.LoadRequestResult, table: TableId) -> tuple[str, str]:
+    """Return what was done for a table, and its text."""
     found = next(item for item in asked.tables if (item.schema, item.table) == (table.schema, table.name))
     return found.done, found.said
 
 
-# ---- asking
+# ---- requests
 
 
-def test_a_wish_is_put_on_record_for_every_table_that_matches(settings: PipelineSettings, seeds: LoadStore) -> None:
+def test_a_request_is_stored_for_every_table_that_matches(settings: PipelineSettings, load_store: LoadStore) -> None:
     asked = load_requests.request_loads(settings, ["public.orders", "public.cust*"], mode=LoadMode.REFRESH)
-    assert {(wish.table, wish.mode, wish.where) for wish in seeds.requests()} == {
+    assert {(request.table, request.mode, request.where) for request in load_store.requests()} == {
         (ORDERS, LoadMode.REFRESH, None),
         (CUSTOMERS, LoadMode.REFRESH, None),
     }
@@ -132,48 +136,46 @@ def test_a_wish_is_put_on_record_for_every_table_that_matches(settings: Pipeline
     assert asked.apply_pid is None
 
 
-def test_whoever_applies_now_is_named(settings: PipelineSettings) -> None:
-    held = LogLease(settings.log.path, APPLIER_LEASE)
+def test_the_applying_process_is_named(settings: PipelineSettings) -> None:
+    lease = LogLease(settings.log.path, APPLIER_LEASE)
     try:
         assert load_requests.request_loads(settings, ["public.orders"]).apply_pid is not None
     finally:
-        held.release()
+        lease.release()
 
 
-def test_asking_again_replaces_what_was_waiting(settings: PipelineSettings, seeds: LoadStore) -> None:
+def test_a_new_request_replaces_a_waiting_one(settings: PipelineSettings, load_store: LoadStore) -> None:
     load_requests.request_loads(settings, ["public.orders"], where="id > 5")
     asked = load_requests.request_loads(settings, ["public.orders"])
-    (wish,) = seeds.requests()
-    assert wish.where is None
-    done, text = said(asked, ORDERS)
+    (request,) = load_store.requests()
+    assert request.where is None
+    done, text = answer(asked, ORDERS)
     assert done == "replaced"
-    assert "replaces what was asked for before" in text
+    assert "replaces an earlier request" in text
 
 
-def test_asking_during_a_load_lets_that_one_land_first(settings: PipelineSettings, seeds: LoadStore) -> None:
+def test_a_request_during_a_load_waits_for_it(settings: PipelineSettings, load_store: LoadStore) -> None:
     under_way = LoadRequest(table=ORDERS, where="id > 5")
-    seeds.add_request(under_way)
-    begin(settings, seeds, ORDERS, under_way)
-    done, text = said(load_requests.request_loads(settings, ["public.orders"]), ORDERS)
+    load_store.add_request(under_way)
+    begin(settings, load_store, ORDERS, under_way)
+    done, text = answer(load_requests.request_loads(settings, ["public.orders"]), ORDERS)
     assert done == "asked"
-    assert "begins when the load that is under way has landed" in text
-    assert under_way in seeds.requests(), "should it come to nothing, it is still wished for"
-    assert len(seeds.requests()) == 2
+    assert "starts after the current load" in text
+    assert under_way in load_store.requests(), "it stays requested in case the load fails"
+    assert len(load_store.requests()) == 2
 
 
-def test_asking_for_a_stopped_table_lifts_the_hold_and_a_paused_one_waits(
-    settings: PipelineSettings, seeds: LoadStore
-) -> None:
-    seeds.set_hold(ORDERS, LoadHold.STOPPED)
-    seeds.set_hold(CUSTOMERS, LoadHold.PAUSED)
+def test_a_request_lifts_a_stop_and_waits_for_a_pause(settings: PipelineSettings, load_store: LoadStore) -> None:
+    load_store.set_hold(ORDERS, LoadHold.STOPPED)
+    load_store.set_hold(CUSTOMERS, LoadHold.PAUSED)
     asked = load_requests.request_loads(settings, ["public.orders", "public.customers"])
-    assert seeds.holds() == {CUSTOMERS: LoadHold.PAUSED}
-    assert "paused: `--resume`" in said(asked, CUSTOMERS)[1]
+    assert load_store.holds() == {CUSTOMERS: LoadHold.PAUSED}
+    assert "paused: `--resume`" in answer(asked, CUSTOMERS)[1]
 
 
-def test_a_table_that_was_never_loaded_can_be_asked_for(settings: PipelineSettings, seeds: LoadStore) -> None:
+def test_a_load_of_an_unloaded_table_can_be_requested(settings: PipelineSettings, load_store: LoadStore) -> None:
     load_requests.request_loads(settings, ["public.never_loaded"])
-    assert [wish.table for wish in seeds.requests()] == [NEVER]
+    assert [request.table for request in load_store.requests()] == [NEVER]
 
 
 @pytest.mark.parametrize(
@@ -183,9 +185,9 @@ def test_a_table_that_was_never_loaded_can_be_asked_for(settings: PipelineSettin
         ("orders", "Did you mean public.orders?"),
         ("sales.orders", "Did you mean public.orders?"),
         ("public.audit", "`source.exclude`"),
-        ("sales.*", "`tailrace status FILE` lists"),
-        ("public.[", "`tailrace status FILE` lists"),
-        ("", "`tailrace status FILE` lists"),
+        ("sales.*", "See `tailrace status FILE`"),
+        ("public.[", "See `tailrace status FILE`"),
+        ("", "See `tailrace status FILE`"),
     ],
 )
 def test_a_name_that_matches_nothing_is_an_error_with_close_names(
@@ -194,15 +196,15 @@ def test_a_name_that_matches_nothing_is_an_error_with_close_names(
     with pytest.raises(ConfigError, match="matches no table") as error:
         load_requests.request_loads(settings, ["public.customers", pattern])
     assert hint in error.value.hint
-    assert records(settings) == [], "nothing is asked if anything is wrong"
+    assert records(settings) == [], "no request is written if any is wrong"
 
 
 def test_no_table_at_all_is_an_error(settings: PipelineSettings) -> None:
-    with pytest.raises(ConfigError, match="is not said"):
+    with pytest.raises(ConfigError, match="no table given"):
         load_requests.request_loads(settings, [])
 
 
-def test_without_a_log_there_is_nothing_to_ask(settings: PipelineSettings, tmp_path: Path) -> None:
+def test_without_a_log_every_request_is_refused(settings: PipelineSettings, tmp_path: Path) -> None:
     elsewhere = settings.model_copy(update={"log": settings.log.model_copy(update={"path": tmp_path / "other"})})
     with pytest.raises(LogUnusable, match="there is no log here"):
         load_requests.request_loads(elsewhere, ["public.orders"])
@@ -211,26 +213,26 @@ def test_without_a_log_there_is_nothing_to_ask(settings: PipelineSettings, tmp_p
     assert not (tmp_path / "other").exists()
 
 
-def test_a_source_that_does_not_answer_leaves_what_the_log_knows(silent: PipelineSettings) -> None:
-    seeds = LoadStore(silent.log.path)
-    seeds.set_hold(ORDERS, LoadHold.STOPPED)
+def test_without_the_source_the_tables_of_the_log_are_used(silent: PipelineSettings) -> None:
+    load_store = LoadStore(silent.log.path)
+    load_store.set_hold(ORDERS, LoadHold.STOPPED)
     asked = load_requests.request_loads(silent, ["public.orders"])
-    assert [wish.table for wish in seeds.requests()] == [ORDERS]
+    assert [request.table for request in load_store.requests()] == [ORDERS]
     assert asked.note is not None
-    assert "the source was not asked" in asked.note
+    assert "the source could not be asked" in asked.note
     with pytest.raises(SourceUnreachable):
         load_requests.request_loads(silent, ["public.orders"], where="id > 5")
 
 
-def test_a_table_that_is_gone_at_the_source_cannot_be_loaded_but_let_go(
-    settings: PipelineSettings, seeds: LoadStore
+def test_a_table_that_is_gone_at_the_source_cannot_be_loaded_but_resumed(
+    settings: PipelineSettings, load_store: LoadStore
 ) -> None:
     gone = TableId("public", "gone")
-    seeds.set_hold(gone, LoadHold.PAUSED)
-    with pytest.raises(ConfigError, match="does not have this table any more"):
+    load_store.set_hold(gone, LoadHold.PAUSED)
+    with pytest.raises(ConfigError, match="no longer has this table"):
         load_requests.request_loads(settings, ["public.gone"])
-    assert said(load_requests.hold_loads(settings, ["public.gone"], None), gone)[0] == "resumed"
-    assert seeds.holds() == {}
+    assert answer(load_requests.hold_loads(settings, ["public.gone"], None), gone)[0] == "resumed"
+    assert load_store.holds() == {}
 
 
 # ---- conditions
@@ -250,12 +252,10 @@ def test_a_table_that_is_gone_at_the_source_cannot_be_loaded_but_let_go(
         "status is distinct from '{x}' and status like '%d'",
     ],
 )
-def test_a_condition_that_stands_by_itself_is_asked_for(
-    settings: PipelineSettings, seeds: LoadStore, where: str
-) -> None:
+def test_a_complete_condition_is_accepted(settings: PipelineSettings, load_store: LoadStore, where: str) -> None:
     load_requests.request_loads(settings, ["public.orders"], where=where)
-    (wish,) = seeds.requests()
-    assert wish.where == where
+    (request,) = load_store.requests()
+    assert request.where == where
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_a_condition_that_stands_by_itself_is_asked_for(
         ("status = '\udcff'", "not UTF-8"),
     ],
 )
-def test_a_condition_that_makes_no_sense_is_refused_in_the_server_s_words(
+def test_an_invalid_condition_is_refused_with_the_servers_message(
     settings: PipelineSettings, url: str, where: str, words: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -296,23 +296,23 @@ def test_a_condition_that_makes_no_sense_is_refused_in_the_server_s_words(
         assert connection.execute("select count(*) from orders").fetchone() == (1,)
 
 
-def test_a_condition_is_looked_at_for_every_table_before_anything_is_asked(settings: PipelineSettings) -> None:
+def test_a_condition_is_checked_for_every_table_before_any_request_is_stored(settings: PipelineSettings) -> None:
     with pytest.raises(ConfigError, match='"status" does not exist') as error:
         load_requests.request_loads(settings, ["public.orders", "public.customers"], where="status = 'open'")
     assert error.value.fields["table"] == CUSTOMERS
     assert records(settings) == []
 
 
-def test_a_condition_on_a_partitioned_table_is_read_as_its_partitions_are(
-    settings: PipelineSettings, seeds: LoadStore
+def test_a_condition_on_a_partitioned_table_is_checked_as_for_its_partitions(
+    settings: PipelineSettings, load_store: LoadStore
 ) -> None:
     load_requests.request_loads(settings, ["public.parts"], where="x > 5")
-    assert [wish.table for wish in seeds.requests()] == [PARTS]
+    assert [request.table for request in load_store.requests()] == [PARTS]
     with pytest.raises(ConfigError):
         load_requests.request_loads(settings, ["public.parts"], where="parts.x > 5")
 
 
-def test_a_table_that_somebody_holds_locked_is_not_waited_for_long(
+def test_the_wait_for_a_locked_table_is_short(
     settings: PipelineSettings, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load_requests, "LOCK_SECONDS_MAX", 1)
@@ -324,28 +324,28 @@ def test_a_table_that_somebody_holds_locked_is_not_waited_for_long(
 
 
 @pytest.mark.parametrize(("mode", "where"), [(LoadMode.REFRESH, None), (LoadMode.REPLACE, "a > 1")])
-def test_a_table_without_a_key_can_only_be_replaced_as_a_whole(
-    settings: PipelineSettings, seeds: LoadStore, mode: LoadMode, where: str | None
+def test_a_table_without_a_key_can_only_be_reloaded_as_a_whole(
+    settings: PipelineSettings, load_store: LoadStore, mode: LoadMode, where: str | None
 ) -> None:
-    with pytest.raises(ConfigError, match="without a key can only be replaced as a whole"):
+    with pytest.raises(ConfigError, match="without a key can only be reloaded as a whole"):
         load_requests.request_loads(settings, ["public.no_key"], mode=mode, where=where)
     assert records(settings) == []
     load_requests.request_loads(settings, ["public.no_key"])
-    assert [wish.table for wish in seeds.requests()] == [NO_KEY]
+    assert [request.table for request in load_store.requests()] == [NO_KEY]
 
 
-def test_no_part_can_be_read_again_of_a_table_that_keeps_every_version(
-    settings: PipelineSettings, seeds: LoadStore
+def test_a_table_that_keeps_every_version_cannot_be_reloaded_in_part(
+    settings: PipelineSettings, load_store: LoadStore
 ) -> None:
     keeping = settings.model_copy(update={"tables": settings.tables.model_copy(update={"mode": "history"})})
     with pytest.raises(Unsupported, match="`mode: history` cannot be reloaded"):
         load_requests.request_loads(keeping, ["public.customers"], where="id > 5")
     assert records(settings) == []
-    (told,) = load_requests.request_loads(keeping, ["public.customers"], mode=LoadMode.REFRESH).tables
-    assert "only what differs" not in told.said, "it is made anew in another form"
+    (answer,) = load_requests.request_loads(keeping, ["public.customers"], mode=LoadMode.REFRESH).tables
+    assert "only changed rows" not in answer.said, "it is replaced because its spec differs"
 
 
-def test_no_part_can_be_read_again_of_what_is_not_loaded_or_has_another_shape(
+def test_an_unloaded_table_or_one_with_another_schema_cannot_be_reloaded_in_part(
     settings: PipelineSettings, url: str
 ) -> None:
     with pytest.raises(ConfigError, match="it is not loaded yet"):
@@ -353,7 +353,7 @@ def test_no_part_can_be_read_again_of_what_is_not_loaded_or_has_another_shape(
     with psycopg.connect(url, autocommit=True) as admin:
         admin.execute("alter table customers add extra int")
         try:
-            with pytest.raises(ConfigError, match="another shape"):
+            with pytest.raises(ConfigError, match="its schema differs"):
                 load_requests.request_loads(settings, ["public.customers"], where="id > 5")
         finally:
             admin.execute("alter table customers drop extra")
@@ -363,60 +363,60 @@ def test_no_part_can_be_read_again_of_what_is_not_loaded_or_has_another_shape(
 # ---- holding
 
 
-def test_a_load_that_is_paused_says_how_far_it_is_and_goes_on_when_resumed(
-    settings: PipelineSettings, seeds: LoadStore
+def test_a_paused_load_reports_its_progress_and_continues_when_resumed(
+    settings: PipelineSettings, load_store: LoadStore
 ) -> None:
-    begin(settings, seeds, NEVER)
-    done, text = said(load_requests.hold_loads(settings, ["public.never_loaded"], LoadHold.PAUSED), NEVER)
-    assert (done, seeds.holds()) == ("paused", {NEVER: LoadHold.PAUSED})
-    assert "1 of 1 chunks are in" in text
-    assert said(load_requests.hold_loads(settings, ["public.never_loaded"], LoadHold.PAUSED), NEVER)[0] == "nothing"
-    done, text = said(load_requests.hold_loads(settings, ["public.never_loaded"], None), NEVER)
-    assert (done, seeds.holds()) == ("resumed", {})
-    assert "goes on" in text
+    begin(settings, load_store, NEVER)
+    done, text = answer(load_requests.hold_loads(settings, ["public.never_loaded"], LoadHold.PAUSED), NEVER)
+    assert (done, load_store.holds()) == ("paused", {NEVER: LoadHold.PAUSED})
+    assert "1 of 1 chunks are done" in text
+    assert answer(load_requests.hold_loads(settings, ["public.never_loaded"], LoadHold.PAUSED), NEVER)[0] == "nothing"
+    done, text = answer(load_requests.hold_loads(settings, ["public.never_loaded"], None), NEVER)
+    assert (done, load_store.holds()) == ("resumed", {})
+    assert "continues" in text
 
 
-def test_without_a_table_all_of_them_are_meant(settings: PipelineSettings, seeds: LoadStore) -> None:
+def test_without_a_table_a_hold_is_for_all(settings: PipelineSettings, load_store: LoadStore) -> None:
     asked = load_requests.hold_loads(settings, [], LoadHold.PAUSED)
-    assert set(seeds.holds()) == {ORDERS, CUSTOMERS, NO_KEY, PARTS, NEVER}
-    assert "nothing of it is being loaded" in said(asked, ORDERS)[1]
-    assert said(asked, NEVER)[1] == "it is not loaded until it is resumed"
+    assert set(load_store.holds()) == {ORDERS, CUSTOMERS, NO_KEY, PARTS, NEVER}
+    assert "it is not being loaded" in answer(asked, ORDERS)[1]
+    assert answer(asked, NEVER)[1] == "it is not loaded until it is resumed"
     load_requests.hold_loads(settings, [], None)
-    assert seeds.holds() == {}
+    assert load_store.holds() == {}
     assert {table.done for table in load_requests.hold_loads(settings, [], None).tables} == {"nothing"}
 
 
-def test_a_stop_of_a_reload_leaves_the_table_as_it_was(settings: PipelineSettings, seeds: LoadStore) -> None:
-    begin(settings, seeds, ORDERS)
-    done, text = said(load_requests.hold_loads(settings, ["public.orders"], LoadHold.STOPPED), ORDERS)
-    assert (done, seeds.holds()) == ("stopped", {ORDERS: LoadHold.STOPPED})
-    assert "goes on as it was" in text
+def test_a_stop_of_a_reload_leaves_the_table_as_it_was(settings: PipelineSettings, load_store: LoadStore) -> None:
+    begin(settings, load_store, ORDERS)
+    done, text = answer(load_requests.hold_loads(settings, ["public.orders"], LoadHold.STOPPED), ORDERS)
+    assert (done, load_store.holds()) == ("stopped", {ORDERS: LoadHold.STOPPED})
+    assert "continues as before" in text
 
 
-def test_a_stop_of_a_first_load_leaves_the_table_unloaded(settings: PipelineSettings, seeds: LoadStore) -> None:
+def test_a_stop_of_a_first_load_leaves_the_table_unloaded(settings: PipelineSettings, load_store: LoadStore) -> None:
     load_requests.request_loads(settings, ["public.never_loaded"])
-    done, text = said(load_requests.hold_loads(settings, ["public.never_loaded"], LoadHold.STOPPED), NEVER)
-    assert (done, seeds.holds(), seeds.requests()) == ("stopped", {NEVER: LoadHold.STOPPED}, [])
-    assert "not loaded until it is asked for, or resumed" in text
+    done, text = answer(load_requests.hold_loads(settings, ["public.never_loaded"], LoadHold.STOPPED), NEVER)
+    assert (done, load_store.holds(), load_store.requests()) == ("stopped", {NEVER: LoadHold.STOPPED}, [])
+    assert "not loaded until a load is requested or resumed" in text
 
 
-def test_a_stop_where_nothing_is_loaded_holds_nothing_back(settings: PipelineSettings, seeds: LoadStore) -> None:
+def test_a_stop_without_a_load_sets_no_hold(settings: PipelineSettings, load_store: LoadStore) -> None:
     asked = load_requests.hold_loads(settings, ["public.orders"], LoadHold.STOPPED)
-    assert said(asked, ORDERS) == ("nothing", "nothing of it is being loaded")
-    assert seeds.holds() == {}
+    assert answer(asked, ORDERS) == ("nothing", "it is not being loaded")
+    assert load_store.holds() == {}
 
 
-def test_a_stop_of_all_reaches_loads_wishes_and_tables_that_are_not_loaded(
-    settings: PipelineSettings, seeds: LoadStore
+def test_a_stop_of_all_covers_loads_requests_and_unloaded_tables(
+    settings: PipelineSettings, load_store: LoadStore
 ) -> None:
-    begin(settings, seeds, ORDERS)
+    begin(settings, load_store, ORDERS)
     load_requests.request_loads(settings, ["public.customers"])
     load_requests.hold_loads(settings, [], LoadHold.STOPPED)
-    assert seeds.holds() == dict.fromkeys((ORDERS, CUSTOMERS, NEVER), LoadHold.STOPPED)
+    assert load_store.holds() == dict.fromkeys((ORDERS, CUSTOMERS, NEVER), LoadHold.STOPPED)
 
 
-def noted(settings: PipelineSettings, **states: str) -> None:
-    """What a process that applies has left."""
+def write_status(settings: PipelineSettings, **states: str) -> None:
+    """Write the status file of an applying process."""
     path = settings.log.path / STATUS_FILE
     path.parent.mkdir(exist_ok=True)
     tables = [
@@ -426,8 +426,8 @@ def noted(settings: PipelineSettings, **states: str) -> None:
     path.write_text(json.dumps({"tables": tables}))
 
 
-def test_tables_that_have_failed_are_asked_to_be_tried_again(settings: PipelineSettings, seeds: LoadStore) -> None:
-    noted(settings, orders="failed", customers="live", parts="needs_snapshot")
+def test_a_retry_is_requested_for_failed_tables_only(settings: PipelineSettings, load_store: LoadStore) -> None:
+    write_status(settings, orders="failed", customers="live", parts="needs_snapshot")
     asked = load_requests.request_retries(settings, ["public.*"])
     assert {table.table: table.done for table in asked.tables} == {
         "orders": "retried",
@@ -436,23 +436,23 @@ def test_tables_that_have_failed_are_asked_to_be_tried_again(settings: PipelineS
         "no_key": "nothing",
         "never_loaded": "nothing",
     }
-    said = {table.table: table.said for table in asked.tables}
-    assert said["orders"] == "it is tried again (table-unusable)"
-    assert said["customers"] == "it has not failed: it is live"
-    assert "tailrace snapshot" in said["parts"]
-    assert seeds.retry_requests() == [ORDERS]
-    seeds.clear_retry(ORDERS)
-    assert seeds.retry_requests() == []
+    answer = {table.table: table.said for table in asked.tables}
+    assert answer["orders"] == "it is retried (table-unusable)"
+    assert answer["customers"] == "it has not failed: it is live"
+    assert "tailrace snapshot" in answer["parts"]
+    assert load_store.retry_requests() == [ORDERS]
+    load_store.clear_retry(ORDERS)
+    assert load_store.retry_requests() == []
 
 
-def test_without_a_table_all_that_have_failed_are_tried_again(settings: PipelineSettings, seeds: LoadStore) -> None:
+def test_without_a_table_all_failed_tables_are_retried(settings: PipelineSettings, load_store: LoadStore) -> None:
     assert load_requests.request_retries(settings, []).tables == ()
-    noted(settings, orders="failed", customers="live", no_key="failed")
+    write_status(settings, orders="failed", customers="live", no_key="failed")
     asked = load_requests.request_retries(settings, [])
     assert [table.name for table in asked.tables] == ["public.no_key", "public.orders"]
-    assert (asked.action, asked.apply_pid, sorted(seeds.retry_requests())) == ("retry", None, [NO_KEY, ORDERS])
+    assert (asked.action, asked.apply_pid, sorted(load_store.retry_requests())) == ("retry", None, [NO_KEY, ORDERS])
 
 
-def test_a_table_that_nobody_knows_is_not_tried_again(settings: PipelineSettings) -> None:
+def test_a_retry_of_an_unknown_table_is_refused(settings: PipelineSettings) -> None:
     with pytest.raises(ConfigError, match=r"public\.order"):
         load_requests.request_retries(settings, ["public.order"])

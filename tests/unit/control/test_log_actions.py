@@ -1,4 +1,4 @@
-"""What a log holds, who needs it, and what is done to it by hand."""
+"""Show, verify, seal and trim a log by hand, and list its readers."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ EVERYTHING = RetentionPolicy(age_seconds=0.0)
 
 
 @pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+@pytest.fixture
 def diary(tmp_path: Path) -> Iterator[Diary]:
     """A log with a commit of 2 rows, one of 3 rows in two tables, and one without rows."""
     with quick_folder(tmp_path) as folder:
@@ -55,7 +60,7 @@ def reader(diary: Diary, name: str) -> LogReaderStatus:
 # --- show --------------------------------------------------------------------------------------------------
 
 
-def test_a_log_that_was_just_made_is_shown_as_empty(folder: Path) -> None:
+def test_a_new_log_is_shown_as_empty(folder: Path) -> None:
     Diary(folder).close()
     shown = log_actions.read_overview(folder)
     assert (shown.first_commit, shown.last_commit, shown.rows, shown.tables) == (None, None, 0, ())
@@ -68,7 +73,7 @@ def test_a_folder_without_a_log_is_an_error(folder: Path) -> None:
             look(folder)
 
 
-def test_what_a_log_holds_is_the_same_before_and_after_it_is_sealed(diary: Diary) -> None:
+def test_sealing_does_not_change_what_a_log_holds(diary: Diary) -> None:
     before = log_actions.read_overview(diary.path)
     assert (before.first_commit, before.last_commit, before.sealed_commit) == (1, 3, None)
     assert (before.rows, before.transactions, before.rows_trimmed) == (5, 3, 0)
@@ -87,7 +92,7 @@ def test_what_a_log_holds_is_the_same_before_and_after_it_is_sealed(diary: Diary
     assert after.bytes >= after.hot_bytes + after.cold_bytes
 
 
-def test_what_is_trimmed_is_counted_and_where_the_log_begins_moves(diary: Diary) -> None:
+def test_trimmed_rows_are_counted_and_the_log_begins_later(diary: Diary) -> None:
     seal(diary)
     write_table_progress(diary.path, [hint(2, commit=1, seq=2, name="other")])
     diary.commit(inserts(6))
@@ -105,13 +110,13 @@ def test_what_is_trimmed_is_counted_and_where_the_log_begins_moves(diary: Diary)
     assert log_actions.read_overview(diary.path).first_commit == 4
 
 
-def test_what_processes_say_beside_the_log_is_not_counted_as_the_log(diary: Diary) -> None:
+def test_status_files_of_processes_are_not_counted_as_the_log(diary: Diary) -> None:
     before = log_actions.read_overview(diary.path).bytes
     (diary.path / "status" / "spark.log").write_bytes(bytes(1 << 20))
     assert log_actions.read_overview(diary.path).bytes == before
 
 
-def test_a_log_of_which_nothing_is_left_still_says_where_it_ends(diary: Diary) -> None:
+def test_a_fully_trimmed_log_still_shows_its_end(diary: Diary) -> None:
     seal(diary)
     log_actions.trim(diary.path, EVERYTHING)
     shown = log_actions.read_overview(diary.path)
@@ -120,7 +125,7 @@ def test_a_log_of_which_nothing_is_left_still_says_where_it_ends(diary: Diary) -
     assert log_actions.verify(diary.path, lambda done, of: None).ok
 
 
-def test_a_log_can_be_looked_at_while_it_is_written_sealed_and_trimmed(diary: Diary) -> None:
+def test_a_log_can_be_shown_while_it_is_written_sealed_and_trimmed(diary: Diary) -> None:
     done = Event()
 
     def write() -> None:
@@ -151,7 +156,7 @@ def test_a_log_can_be_looked_at_while_it_is_written_sealed_and_trimmed(diary: Di
 # --- verify ------------------------------------------------------------------------------------------------
 
 
-def test_a_verdict_lists_each_problem_with_its_file_and_what_to_do(diary: Diary) -> None:
+def test_verify_lists_each_problem_with_its_file_and_remedy(diary: Diary) -> None:
     seal(diary)
     file = ChangeLog.open(diary.path).files("public.things")[0]
     file.write_bytes(b"PAR1")
@@ -166,17 +171,17 @@ def test_a_verdict_lists_each_problem_with_its_file_and_what_to_do(diary: Diary)
 # --- seal --------------------------------------------------------------------------------------------------
 
 
-def test_sealing_by_hand_says_what_it_did_and_the_second_time_there_is_nothing_to_do(diary: Diary) -> None:
-    told: list[tuple[int, int]] = []
-    done = log_actions.seal(diary.path, grace_seconds=0.0, progress=lambda done, of: told.append((done, of)))
+def test_sealing_reports_its_result_and_a_second_time_seals_nothing(diary: Diary) -> None:
+    calls: list[tuple[int, int]] = []
+    done = log_actions.seal(diary.path, grace_seconds=0.0, progress=lambda done, of: calls.append((done, of)))
     assert (done.commits, done.rows, done.seals, done.sealed_commit) == (3, 5, 1, 3)
     assert done.removed == 2, "the files of the sealed commits, but for the newest"
-    assert told[-1] == (3, 3)
+    assert calls[-1] == (3, 3)
     again = seal(diary)
     assert (again.commits, again.rows, again.sealed_commit) == (0, 0, 3)
 
 
-def test_many_small_seals_are_joined(diary: Diary) -> None:
+def test_many_small_seals_are_merged(diary: Diary) -> None:
     joined = 0
     for key in range(10):
         diary.commit(inserts(key))
@@ -184,7 +189,7 @@ def test_many_small_seals_are_joined(diary: Diary) -> None:
     assert joined == 8
 
 
-def test_who_seals_is_told_that_another_one_is_at_it(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sealing_while_another_process_seals_is_refused(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_actions, "WAIT_SECONDS", 0.2)
     with Sealer(diary.path):
         for act in (lambda: seal(diary), lambda: log_actions.trim(diary.path, EVERYTHING)):
@@ -201,7 +206,7 @@ def test_who_seals_is_told_that_another_one_is_at_it(diary: Diary, monkeypatch: 
 # --- trim --------------------------------------------------------------------------------------------------
 
 
-def test_trimming_keeps_what_is_young_unless_told_otherwise(diary: Diary) -> None:
+def test_trimming_keeps_young_rows_unless_an_age_is_given(diary: Diary) -> None:
     seal(diary)
     assert log_actions.trim(diary.path, RetentionPolicy()).files == 0
     assert log_actions.trim(diary.path, RetentionPolicy(), older_than_seconds=3600).files == 0
@@ -211,7 +216,7 @@ def test_trimming_keeps_what_is_young_unless_told_otherwise(diary: Diary) -> Non
     assert done.first_commit is None
 
 
-def test_trimming_says_what_is_not_sealed(diary: Diary) -> None:
+def test_trimming_reports_unsealed_commits(diary: Diary) -> None:
     assert log_actions.trim(diary.path, EVERYTHING).unsealed_commits == 3
     seal(diary)
     diary.commit(inserts(7))
@@ -219,7 +224,7 @@ def test_trimming_says_what_is_not_sealed(diary: Diary) -> None:
     assert (done.unsealed_commits, done.first_commit) == (1, 4)
 
 
-def test_trimming_by_hand_takes_nothing_from_those_who_need_it_whatever_the_limit(diary: Diary) -> None:
+def test_trimming_removes_nothing_that_a_reader_needs_whatever_the_limit(diary: Diary) -> None:
     seal(diary)
     write_table_progress(diary.path, [hint(1, commit=0, seq=0)])
     done = log_actions.trim(diary.path, RetentionPolicy(age_seconds=0.0, bytes=1, max_bytes=1))
@@ -229,7 +234,7 @@ def test_trimming_by_hand_takes_nothing_from_those_who_need_it_whatever_the_limi
     assert [batch.schema.table.name for batch in ChangeLog.open(diary.path).follow()] == ["things"]
 
 
-def test_what_was_recorded_as_gone_and_not_yet_removed_is_counted_once(diary: Diary) -> None:
+def test_rows_recorded_as_trimmed_and_not_yet_removed_are_counted_once(diary: Diary) -> None:
     seal(diary)
     whole = sum(file.rows for item in _seals(diary) for file in item.files if file.table)
     (sealed,) = _seals(diary)
@@ -247,8 +252,8 @@ def test_what_was_recorded_as_gone_and_not_yet_removed_is_counted_once(diary: Di
     assert (index.rows, index.transactions) == (6, 4)
     seal(diary)
     log_actions.trim(diary.path, EVERYTHING)
-    gone = ChangeLog.open(diary.path).trimmed()
-    assert (gone.rows, gone.transactions, gone.commit) == (6, 4, 4)
+    trimmed = ChangeLog.open(diary.path).trimmed()
+    assert (trimmed.rows, trimmed.transactions, trimmed.commit) == (6, 4, 4)
 
 
 def _seals(diary: Diary) -> tuple[Seal, ...]:
@@ -257,10 +262,10 @@ def _seals(diary: Diary) -> tuple[Seal, ...]:
     return log.seal_index.seals
 
 
-# --- who needs it ------------------------------------------------------------------------------------------
+# --- readers ---------------------------------------------------------------------------------------------
 
 
-def test_a_table_and_a_consumer_say_how_far_they_are(diary: Diary) -> None:
+def test_a_table_and_a_consumer_show_their_progress(diary: Diary) -> None:
     write_table_progress(diary.path, [hint(1, commit=1, seq=2)])
     log = ChangeLog.open(diary.path)
     list(log.follow(table="public.other", consumer="nightly"))
@@ -278,7 +283,7 @@ def test_a_table_and_a_consumer_say_how_far_they_are(diary: Diary) -> None:
     assert slow.held_bytes > table.held_bytes > nightly.held_bytes == 0
 
 
-def test_one_that_expired_or_lost_rows_says_so_and_holds_nothing(diary: Diary) -> None:
+def test_an_expired_or_detached_reader_holds_nothing(diary: Diary) -> None:
     log = ChangeLog.open(diary.path)
     next(log.follow(table="public.things", consumer="gone", expires_seconds=0.0))
     write_table_progress(diary.path, [hint(2, commit=0, seq=0, name="other")])
@@ -291,7 +296,7 @@ def test_one_that_expired_or_lost_rows_says_so_and_holds_nothing(diary: Diary) -
     assert (table.state, table.held_bytes) == ("detached", 0)
 
 
-def test_a_consumer_is_forgotten_by_its_name_and_a_table_is_not(diary: Diary) -> None:
+def test_a_consumer_can_be_forgotten_and_a_table_cannot(diary: Diary) -> None:
     list(ChangeLog.open(diary.path).follow(consumer="nightly"))
     write_table_progress(diary.path, [hint(1, commit=1, seq=2)])
     with pytest.raises(ConfigError, match="no such consumer") as caught:
@@ -299,7 +304,7 @@ def test_a_consumer_is_forgotten_by_its_name_and_a_table_is_not(diary: Diary) ->
     assert "There are: nightly." in caught.value.hint
     with pytest.raises(ConfigError, match="lake table") as caught:
         log_actions.forget_consumer(diary.path, "public.things")
-    assert "Exclude it" in caught.value.hint
+    assert "Exclude the table" in caught.value.hint
     with pytest.raises(ConfigError, match="name is not valid"):
         log_actions.forget_consumer(diary.path, "../meta")
     log_actions.forget_consumer(diary.path, "nightly")
@@ -307,7 +312,7 @@ def test_a_consumer_is_forgotten_by_its_name_and_a_table_is_not(diary: Diary) ->
     assert [found.name for found in log_actions.readers(diary.path)] == ["public.things"]
 
 
-def test_a_table_says_its_name_in_two_parts_or_is_one_of_the_logs_own() -> None:
+def test_the_name_of_a_table_has_its_schema_and_that_of_a_system_stream_has_none() -> None:
     table = LoggedTable(number=3, schema="a.b", table="c", versions=1)
     assert table.name == "a.b.c"
     assert LoggedTable(number=0, schema="", table="schema", versions=1).name == "schema"

@@ -1,4 +1,4 @@
-"""`tailrace rebuild`: which version it starts from, what it replays, and that a kill leaves the table whole.
+"""`tailrace rebuild`: its base, the changes it replays, and that a kill leaves the table whole.
 
 The source of these pipelines never answers.
 """
@@ -40,7 +40,7 @@ BIG = ("big",)
 
 @pytest.fixture
 def quiet(tmp_path: Path) -> Quiet:
-    """A table loaded with three rows, and four commits of changes, each applied by itself."""
+    """A table loaded with three rows, and four commits of changes, each applied separately."""
     made = Quiet(tmp_path)
     made.load([{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in (1, 2, 3)])
     for rows in (
@@ -72,13 +72,13 @@ def rebuilt(call: Any, *arguments: str) -> dict[str, Any]:
 
 
 def wreck(quiet: Quiet) -> None:
-    """What a person does who takes a mirror for a table of his own."""
+    """Write to a mirror as a person might who takes it for an ordinary table."""
     DeltaTable(str(quiet.settings.tables.layout.path(THINGS))).delete("id = 1")
     with pytest.raises(ForeignWrite):
         quiet.table.applied_position()
 
 
-def test_a_table_that_others_changed_is_as_it_was_and_goes_on(quiet: Quiet, call: Any) -> None:
+def test_a_table_with_a_foreign_write_is_restored_and_continues(quiet: Quiet, call: Any) -> None:
     whole = quiet.rows()
     wreck(quiet)
     found = rebuilt(call)
@@ -89,7 +89,7 @@ def test_a_table_that_others_changed_is_as_it_was_and_goes_on(quiet: Quiet, call
     assert (quiet.ns(), quiet.rows()[5]["big"]) == ({1: 1, 4: 44, 5: 6}, "x" * 50)
 
 
-def test_its_failure_is_over_and_what_it_was_loaded_with_stays_known(
+def test_the_failure_is_cleared_and_the_row_count_of_the_load_stays(
     quiet: Quiet, call: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     wreck(quiet)
@@ -97,22 +97,22 @@ def test_its_failure_is_over_and_what_it_was_loaded_with_stays_known(
     failed = replace(before.tables[0], rows_loaded=3)
     assert (failed.state, failed.reason) == (TableState.FAILED, "foreign-write")
     write_status_file(quiet.settings.log.path, replace(before, tables=(failed,)))
-    assert not caplog.records, "who only looks shows it, and does not log it as well"
+    assert not caplog.records, "reading the status does not log the failure"
     rebuilt(call)
     (now,) = read_status(quiet.settings).tables
     assert (now.state, now.reason, now.rows_loaded) == (TableState.LIVE, None, 3)
 
 
-def test_what_the_log_has_since_comes_too(quiet: Quiet, call: Any) -> None:
+def test_later_changes_of_the_log_are_replayed(quiet: Quiet, call: Any) -> None:
     quiet.commit(insert(9, n=9), delete(1))
     found = rebuilt(call, "--from-version", "0")
     assert (found["base_version"], found["base_rows"], found["changes"]) == (0, 3, 8)
     assert (quiet.ns(), quiet.apply()) == ({4: 44, 5: 5, 9: 9}, [])
 
 
-@pytest.mark.parametrize("form", ["mode: history", "mode: append", "soft_delete: true, metadata: [_seq, _tx]"])
-def test_a_table_of_any_form_is_what_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
-    made = Quiet(tmp_path, spec=form)
+@pytest.mark.parametrize("spec", ["mode: history", "mode: append", "soft_delete: true, metadata: [_seq, _tx]"])
+def test_a_table_of_any_spec_has_its_rows_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], spec: str) -> None:
+    made = Quiet(tmp_path, spec=spec)
     made.load([{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in (1, 2, 3)])
     for rows in ([update(1, unchanged=BIG, n=1)], [insert(4, n=4), delete(2)], [*move(3, 5, unchanged=BIG, n=5)]):
         made.commit(*rows)
@@ -125,25 +125,25 @@ def test_a_table_of_any_form_is_what_it_was(tmp_path: Path, capsys: pytest.Captu
     assert made.apply()[-1].error is None
 
 
-def test_a_table_of_another_form_is_refused_and_what_a_load_would_replace_is_said(quiet: Quiet, call: Any) -> None:
+def test_a_table_of_another_spec_is_refused_and_no_load_is_advised(quiet: Quiet, call: Any) -> None:
     quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, soft_delete: true"))
     code, _, err = call("public.things")
     assert code == ExitCode.TABLE
     assert "the table was made with another table spec than the settings ask for" in err
     assert "made=mirror, asked=mirror, soft delete" in err
-    assert "Restore the previous settings" in err, "a load takes the past with it"
+    assert "Restore the previous settings" in err, "a load would replace the past"
     code, _, err = call("public.things", "--from-version", "2")
-    assert (code, "it was made as mirror" in err) == (ExitCode.CONFIG, True)
+    assert (code, "it was written as mirror" in err) == (ExitCode.CONFIG, True)
 
 
-def test_it_says_in_words_what_it_did(quiet: Quiet, call: Any) -> None:
+def test_the_result_is_printed_as_text(quiet: Quiet, call: Any) -> None:
     code, out, _ = call("public.things")
     assert code == ExitCode.OK
     assert out.startswith("public.things: rebuilt from version 4 (position ")
-    assert "0 changes of the log; it stands at " in out
+    assert "0 changes of the log; it is at " in out
 
 
-def test_a_table_of_an_earlier_position_goes_on_from_there(quiet: Quiet, call: Any) -> None:
+def test_a_table_of_an_earlier_position_continues_from_there(quiet: Quiet, call: Any) -> None:
     position = quiet.diary.writer.position
     now = quiet.rows()
     found = rebuilt(call, "--to", str(Lsn(position.value - 100)))
@@ -161,7 +161,7 @@ def test_a_position_inside_a_commit_takes_the_transactions_up_to_it(quiet: Quiet
     assert (quiet.ns(), quiet.applied_position.position) == ({1: 1, 4: 200, 5: 5, 8: None}, second)
 
 
-def test_a_position_inside_what_is_sealed_is_exact(quiet: Quiet, call: Any) -> None:
+def test_a_position_inside_a_sealed_file_is_exact(quiet: Quiet, call: Any) -> None:
     positions = [quiet.commit(update(1, n=1000 + n), insert(100 + n, n=n)) for n in range(6)]
     with Sealer(quiet.settings.log.path, limits=SealLimits(commits=2, merge_count=2)) as sealer:
         sealer.seal()
@@ -173,12 +173,12 @@ def test_a_position_inside_what_is_sealed_is_exact(quiet: Quiet, call: Any) -> N
     assert quiet.ns() == expected | {1: 1005, 103: 3, 104: 4, 105: 5}
 
 
-def test_a_change_of_shape_that_only_a_load_brings_is_refused(quiet: Quiet, call: Any) -> None:
-    quiet.commit(insert(7, added=True), schema=WIDER)  # nothing is known of the new column's default
+def test_a_schema_change_that_needs_a_load_is_refused(quiet: Quiet, call: Any) -> None:
+    quiet.commit(insert(7, added=True), schema=WIDER)  # the new column's default is unknown
     before = quiet.table.version()
     code, _, err = call("public.things")
     assert (code, quiet.table.version()) == (ExitCode.TABLE, before)
-    assert "the log alone does not bring the table over a change of its shape" in err
+    assert "the log alone cannot carry the table over a schema change" in err
     assert "hint: Run `tailrace snapshot FILE TABLE`" in err
 
 
@@ -187,7 +187,7 @@ def refused_at(quiet: Quiet, call: Any, position: Lsn) -> bool:
     return bool(code == ExitCode.LOG and "changes after it were never captured" in err)
 
 
-def test_a_position_before_what_the_source_had_discarded_is_reached(quiet: Quiet, call: Any) -> None:
+def test_a_position_before_a_gap_is_reached_and_one_after_it_is_refused(quiet: Quiet, call: Any) -> None:
     path, position = quiet.settings.log.path, quiet.diary.writer.position
     record_gap(path, Gap(commit=quiet.diary.writer.commit + 1, start=position, end=Lsn(position.value + 10)))
     quiet.commit(update(1, n=7))
@@ -197,16 +197,14 @@ def test_a_position_before_what_the_source_had_discarded_is_reached(quiet: Quiet
     assert (quiet.ns(), quiet.applied_position.position) == ({1: 1, 4: 44, 5: 5}, position)
 
 
-def test_a_table_that_was_out_of_the_publication_is_not_rebuilt_while_nobody_knows_since_when(
-    quiet: Quiet, call: Any
-) -> None:
+def test_a_table_that_was_unpublished_since_an_unknown_time_is_not_rebuilt(quiet: Quiet, call: Any) -> None:
     path, position, tables = quiet.settings.log.path, quiet.diary.writer.position, [(THINGS, SHOP.relation or 0)]
     confirm_tables(path, tables, Lsn(1))
     announce_tables(path, tables, Lsn(position.value + 150))
     quiet.diary.commit()
     quiet.commit(update(1, n=7))
     assert refused_at(quiet, call, quiet.diary.writer.position)
-    assert refused_at(quiet, call, Lsn(position.value + 100)), "it may have been out by then"
+    assert refused_at(quiet, call, Lsn(position.value + 100)), "it may have been unpublished by then"
 
 
 def test_a_table_without_a_key_is_rebuilt_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +221,7 @@ def test_a_table_without_a_key_is_rebuilt_too(tmp_path: Path, capsys: pytest.Cap
     assert sorted((row["a"], row["b"]) for row in found) == [(1, "x"), (3, "z"), (5, "v")]
 
 
-def test_versions_of_before_can_still_be_read(quiet: Quiet, call: Any) -> None:
+def test_earlier_versions_can_still_be_read(quiet: Quiet, call: Any) -> None:
     rebuilt(call, "--from-version", "1")
     rebuilt(call, "--from-version", "0")
     path = str(quiet.settings.tables.layout.path(THINGS))
@@ -232,25 +230,25 @@ def test_versions_of_before_can_still_be_read(quiet: Quiet, call: Any) -> None:
     assert not (Path(path) / "_rebuild").exists()
 
 
-def land(quiet: Quiet, passed: Lsn) -> None:
-    """A load of no rows that has landed, and is whole once the log has passed this."""
-    seeds = LoadStore(quiet.settings.log.path)
-    seeds.folder("abc").mkdir(parents=True)
-    seeds.record_commit("abc", passed)
-    shape = quiet.table.schema()
-    assert shape is not None
-    quiet.table.load(shape, [], replace(quiet.applied_position, load="abc"))
+def commit_load(quiet: Quiet, passed: Lsn) -> None:
+    """Commit a load without rows that is consistent once the log has passed this position."""
+    load_store = LoadStore(quiet.settings.log.path)
+    load_store.folder("abc").mkdir(parents=True)
+    load_store.record_commit("abc", passed)
+    schema = quiet.table.schema()
+    assert schema is not None
+    quiet.table.load(schema, [], replace(quiet.applied_position, load="abc"))
 
 
-def test_a_load_that_is_still_replayed_is_no_base(quiet: Quiet, call: Any) -> None:
-    land(quiet, Lsn(quiet.applied_position.position.value + 100))
+def test_a_load_that_is_not_caught_up_is_not_a_base(quiet: Quiet, call: Any) -> None:
+    commit_load(quiet, Lsn(quiet.applied_position.position.value + 100))
     assert rebuilt(call)["base_version"] == 4
     code, _, err = call("public.things", "--from-version", "5")
     assert (code, "some of its rows are newer than others" in err) == (ExitCode.CONFIG, True)
 
 
-def test_a_landed_load_is_named_as_the_base(quiet: Quiet, call: Any) -> None:
-    land(quiet, quiet.applied_position.position)
+def test_a_committed_load_is_named_as_the_base(quiet: Quiet, call: Any) -> None:
+    commit_load(quiet, quiet.applied_position.position)
     found = rebuilt(call)
     assert (found["base"], found["base_version"], found["rows"]) == ("load", 5, 0)
     assert quiet.applied_position.load == "abc"
@@ -271,11 +269,11 @@ def test_without_the_changes_it_refuses_and_names_the_remedy(quiet: Quiet, call:
         trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     code, _, err = call("public.things")
     assert code == ExitCode.LOG
-    assert "the log no longer holds the changes after it" in err
+    assert "the log no longer has the changes after it" in err
     assert "hint: Run `tailrace snapshot FILE TABLE`" in err
 
 
-def test_removed_files_are_noticed(quiet: Quiet, call: Any) -> None:
+def test_removed_files_are_detected(quiet: Quiet, call: Any) -> None:
     path = quiet.settings.tables.layout.path(THINGS)
     for name in quiet.table.files():
         (path / name).unlink()
@@ -283,7 +281,7 @@ def test_removed_files_are_noticed(quiet: Quiet, call: Any) -> None:
     assert (code, "some of its files were removed" in err) == (ExitCode.CONFIG, True)
 
 
-def test_what_stands_before_the_position_says_why_it_will_not_do(quiet: Quiet, call: Any) -> None:
+def test_an_unusable_version_before_the_position_is_reported_with_its_reason(quiet: Quiet, call: Any) -> None:
     path = quiet.settings.tables.layout.path(THINGS)
     for file in path.glob("*.parquet"):
         file.unlink()
@@ -291,7 +289,7 @@ def test_what_stands_before_the_position_says_why_it_will_not_do(quiet: Quiet, c
     assert (code, "version 3: some of its files were removed" in err) == (ExitCode.LOG, True), err
 
 
-def test_versions_from_the_time_of_dead_letters_are_no_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_versions_with_open_dead_letters_are_not_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet = Quiet(tmp_path / "lettered", on_bad_row="dead-letter")
     quiet.load([{"id": 1, "n": 0}])
     positions = []
@@ -306,7 +304,7 @@ def test_versions_from_the_time_of_dead_letters_are_no_base(tmp_path: Path, caps
     for version in ("2", "3"):
         code, err = tried("--from-version", version)
         assert (code, "dead letters" in err) == (ExitCode.CONFIG, True)
-    for version in ("4", "5"):  # what was set aside had been replaced by then
+    for version in ("4", "5"):  # the rejected change had been superseded by then
         assert tried("--from-version", version)[0] == ExitCode.OK
         assert quiet.ns() == {1: 4, 2: 2, 3: 3}
     assert tried("--to", str(positions[0]))[0] == ExitCode.OK
@@ -316,7 +314,7 @@ def test_versions_from_the_time_of_dead_letters_are_no_base(tmp_path: Path, caps
 
 
 @pytest.fixture
-def lettered(tmp_path: Path) -> Quiet:
+def with_dead_letter(tmp_path: Path) -> Quiet:
     """A table that lacks a change of row 2, which is a dead letter."""
     made = Quiet(tmp_path / "lettered", on_bad_row="dead-letter")
     made.load([{"id": key, "n": 0} for key in (1, 2, 3)])
@@ -325,54 +323,56 @@ def lettered(tmp_path: Path) -> Quiet:
     return made
 
 
-MENDED = [{"id": 1, "n": 1}, {"id": 2, "n": 22}, {"id": 3, "n": 0}]
+REPAIRED = [{"id": 1, "n": 1}, {"id": 2, "n": 22}, {"id": 3, "n": 0}]
 
 
-def test_a_load_that_has_cleared_the_letters_is_a_base_at_once(lettered: Quiet) -> None:
-    before = lettered.table.version()
-    lettered.reload(MENDED, "anew")
-    arguments = ["rebuild", str(lettered.file), "public.things"]
+def test_a_load_that_cleared_dead_letters_is_a_base_at_once(with_dead_letter: Quiet) -> None:
+    before = with_dead_letter.table.version()
+    with_dead_letter.reload(REPAIRED, "anew")
+    arguments = ["rebuild", str(with_dead_letter.file), "public.things"]
     assert main(arguments) == ExitCode.OK
-    assert lettered.ns() == {1: 1, 2: 22, 3: 0}
+    assert with_dead_letter.ns() == {1: 1, 2: 22, 3: 0}
     assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG, "it has the same `_seq`"
-    lettered.commit(update(3, n=3))
-    lettered.apply()
-    assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG, "also once the letters are removed"
+    with_dead_letter.commit(update(3, n=3))
+    with_dead_letter.apply()
+    assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG, (
+        "also once the dead letters are removed"
+    )
     assert main(arguments) == ExitCode.OK
-    assert lettered.ns() == {1: 1, 2: 22, 3: 3}
+    assert with_dead_letter.ns() == {1: 1, 2: 22, 3: 3}
 
 
-def test_a_position_before_a_load_that_cleared_letters_is_refused(lettered: Quiet) -> None:
-    lacking = lettered.commit(update(3, n=3))
-    lettered.apply()
-    lettered.commit(update(1, n=1))
-    lettered.reload([*MENDED[:2], {"id": 3, "n": 3}], "anew")
-    lettered.commit(insert(9, n=9))
-    lettered.apply()
-    assert main(["rebuild", str(lettered.file), "public.things", "--to", str(lacking)]) == ExitCode.LOG
-    assert lettered.ns() == {1: 1, 2: 22, 3: 3, 9: 9}
+def test_a_position_before_a_load_that_cleared_dead_letters_is_refused(with_dead_letter: Quiet) -> None:
+    lacking = with_dead_letter.commit(update(3, n=3))
+    with_dead_letter.apply()
+    with_dead_letter.commit(update(1, n=1))
+    with_dead_letter.reload([*REPAIRED[:2], {"id": 3, "n": 3}], "anew")
+    with_dead_letter.commit(insert(9, n=9))
+    with_dead_letter.apply()
+    assert main(["rebuild", str(with_dead_letter.file), "public.things", "--to", str(lacking)]) == ExitCode.LOG
+    assert with_dead_letter.ns() == {1: 1, 2: 22, 3: 3, 9: 9}
 
 
-def test_the_version_just_before_a_letter_was_delivered_is_no_base(lettered: Quiet) -> None:
-    before, here = lettered.table.version(), lettered.applied_position
-    letters = DeadLetterStore(lettered.settings.log.path, THINGS)
+def test_the_version_before_a_replayed_dead_letter_is_not_a_base(with_dead_letter: Quiet) -> None:
+    before, here = with_dead_letter.table.version(), with_dead_letter.applied_position
+    dead_letters = DeadLetterStore(with_dead_letter.settings.log.path, THINGS)
     row = pa.Table.from_pylist([{"id": 2, "n": 22}], pa.schema(SHOP.row_fields()))
-    put = lettered.table.upsert_rows(SHOP, row, here).version
-    letters.write(SHOP, here.seq, SHOP.change_schema().empty_table(), [], [2], already_applied=True, version=put)
-    letters.remove_closed(here.seq)
-    arguments = ["rebuild", str(lettered.file), "public.things"]
+    put = with_dead_letter.table.upsert_rows(SHOP, row, here).version
+    dead_letters.write(SHOP, here.seq, SHOP.change_schema().empty_table(), [], [2], already_applied=True, version=put)
+    dead_letters.remove_closed(here.seq)
+    arguments = ["rebuild", str(with_dead_letter.file), "public.things"]
     assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG, "it has the same `_seq`"
-    assert main(arguments) == ExitCode.OK, "with what was delivered"
-    assert lettered.ns() == {1: 1, 2: 22, 3: 0}
-    lettered.commit(update(3, n=3))
-    lettered.apply()
+    assert main(arguments) == ExitCode.OK, "with the replayed row"
+    assert with_dead_letter.ns() == {1: 1, 2: 22, 3: 0}
+    with_dead_letter.commit(update(3, n=3))
+    with_dead_letter.apply()
     assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG
     assert main(arguments) == ExitCode.OK
-    assert lettered.ns() == {1: 1, 2: 22, 3: 3}
+    assert with_dead_letter.ns() == {1: 1, 2: 22, 3: 3}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "text"),
     [
         (("public.thing",), ExitCode.CONFIG, "Did you mean public.things?"),
         (("public.things", "--to", "nonsense"), ExitCode.CONFIG, "not a log sequence number"),
@@ -383,18 +383,18 @@ def test_the_version_just_before_a_letter_was_delivered_is_no_base(lettered: Qui
         ((), ExitCode.CONFIG, "TABLE"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    quiet: Quiet, call: Any, arguments: tuple[str, ...], code: ExitCode, said: str
+def test_invalid_arguments_are_refused(
+    quiet: Quiet, call: Any, arguments: tuple[str, ...], code: ExitCode, text: str
 ) -> None:
     before = quiet.table.version()
     found, out, err = call(*arguments)
     assert (found, out) == (code, "")
-    assert said in err
+    assert text in err
     assert "hint: " in err
     assert quiet.table.version() == before
 
 
-def test_the_table_of_another_pipeline_is_left_alone_and_no_load_is_advised_that_would_be_refused(
+def test_the_table_of_another_pipeline_is_left_alone_and_no_load_is_advised(
     quiet: Quiet, call: Any, tmp_path: Path
 ) -> None:
     other = Quiet(tmp_path / "other")
@@ -410,19 +410,19 @@ def test_the_table_of_another_pipeline_is_left_alone_and_no_load_is_advised_that
     assert sorted(path.name for path in lake.rglob("*")) == before
 
 
-def test_while_something_applies_it_refuses(quiet: Quiet, call: Any) -> None:
-    held = LogLease(quiet.settings.log.path, APPLIER_LEASE)
+def test_it_is_refused_while_another_process_applies(quiet: Quiet, call: Any) -> None:
+    lease = LogLease(quiet.settings.log.path, APPLIER_LEASE)
     try:
         code, _, err = call("public.things")
     finally:
-        held.release()
+        lease.release()
     assert (code, "Stop that `tailrace run`" in err) == (ExitCode.BUSY, True)
 
 
 @pytest.mark.parametrize(
-    "place", ["rebuild.replayed", "rebuild.linked", "table.before_commit:2", "table.after_commit:3"]
+    "failpoint", ["rebuild.replayed", "rebuild.linked", "table.before_commit:2", "table.after_commit:3"]
 )
-def test_killed_anywhere_the_table_is_whole(quiet: Quiet, call: Any, tmp_path: Path, place: str) -> None:
+def test_a_kill_anywhere_leaves_the_table_whole(quiet: Quiet, call: Any, tmp_path: Path, failpoint: str) -> None:
     quiet.commit(insert(9, n=9))
     before, version = quiet.rows(), quiet.table.version()
     hits = tmp_path / "hits"
@@ -431,7 +431,7 @@ def test_killed_anywhere_the_table_is_whole(quiet: Quiet, call: Any, tmp_path: P
         check=False,
         capture_output=True,
         start_new_session=True,
-        env={**os.environ, "TAILRACE_FAILPOINT": place, "TAILRACE_FAILPOINT_LOG": str(hits)},
+        env={**os.environ, "TAILRACE_FAILPOINT": failpoint, "TAILRACE_FAILPOINT_LOG": str(hits)},
     )
     assert (done.returncode, hits.exists()) == (-9, True), done.stderr
     swapped = quiet.table.version() != version
@@ -445,7 +445,7 @@ def test_killed_anywhere_the_table_is_whole(quiet: Quiet, call: Any, tmp_path: P
     assert left == []
 
 
-def test_a_table_that_is_only_loaded_stays_where_its_version_was(quiet: Quiet, call: Any) -> None:
+def test_a_load_only_table_keeps_its_position(quiet: Quiet, call: Any) -> None:
     quiet.commit(insert(9, n=9))
     before = quiet.rows(), quiet.applied_position
     settings = quiet.file.read_text()
@@ -454,10 +454,10 @@ def test_a_table_that_is_only_loaded_stays_where_its_version_was(quiet: Quiet, c
     assert (found["changes"], quiet.rows(), quiet.applied_position) == (0, *before)
     quiet.file.write_text(settings)
     quiet.apply()
-    assert 9 in quiet.ns(), "what it does not hold it does not say that it holds"
+    assert 9 in quiet.ns(), "its position does not claim changes that it lacks"
 
 
-def test_a_position_before_a_change_of_shape_gives_the_shape_of_then(tmp_path: Path) -> None:
+def test_a_position_before_a_schema_change_has_the_earlier_schema(tmp_path: Path) -> None:
     quiet = Quiet(tmp_path / "reshaped", spec="evolution: {drop: apply}")
     quiet.load([{"id": key, "name": f"n{key}"} for key in (1, 2)], FULL)
     before = quiet.commit(update(1, name="kept", n=1), schema=FULL)
