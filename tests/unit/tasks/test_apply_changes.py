@@ -1,4 +1,4 @@
-"""Tasks beside a log that is put in order under them."""
+"""Apply tasks over a log that is sealed meanwhile."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tests.support.logs import Diary, inserts, seal
 COMMITS = 150
 BIG = 100_000
 POOL = pa.proxy_memory_pool(pa.default_memory_pool())
-"""Never let go of: what outlives the test gives its memory back to it, and Arrow does not keep it alive for that."""
+"""Pool that lives as long as the module: objects that outlive a test free into it, and Arrow does not hold it."""
 
 
 @pytest.fixture
 def memory() -> Iterator[pa.MemoryPool]:
-    """Where Arrow's memory of this test comes from; it knows the peak."""
+    """Memory pool of this test, which knows the peak."""
     before = pa.default_memory_pool()
     pa.set_memory_pool(POOL)
     yield POOL
     pa.set_memory_pool(before)
 
 
-def test_slices_that_were_sealed_since_are_read_at_once(tmp_path: Path, memory: pa.MemoryPool) -> None:
+def test_slices_sealed_after_they_were_listed_are_read_at_once(tmp_path: Path, memory: pa.MemoryPool) -> None:
     diary = Diary(tmp_path / "log")
     write(diary, range(COMMITS))
     log = ChangeLog.open(diary.path)
@@ -67,40 +67,40 @@ def test_slices_that_were_sealed_since_are_read_at_once(tmp_path: Path, memory: 
     assert memory.max_memory() < 8 * COMMITS * BIG
 
 
-def test_a_new_shape_says_what_its_rows_took_to_write_and_changes_what_they_weigh(tmp_path: Path) -> None:
+def test_an_outcome_has_the_bytes_of_changes_and_of_written_files(tmp_path: Path) -> None:
     diary = Diary(tmp_path / "log")
     diary.commit(inserts(1, 2, 3, big="words " * 9))
     log = ChangeLog.open(diary.path)
     diary.close()
-    start, place = (
+    start, location = (
         AppliedPosition(seq=0, commit=0, position=ZERO),
         TableLocation(path=tmp_path / "lake", log_id=log.log_id),
     )
-    place.open().load(SHOP, [], start)
+    location.open().load(SHOP, [], start)
     slices = tuple(pending(log, after_seq=0))
-    there = replace(start, seq=slices[-1].last_seq, commit=1)
-    done = apply_changes(
+    applied = replace(start, seq=slices[-1].last_seq, commit=1)
+    outcome = apply_changes(
         ApplyWork(
             table=SHOP.table,
             log=diary.path,
-            location=place,
+            location=location,
             slices=slices,
             schema=SHOP,
             expected=start,
-            position_after=there,
+            position_after=applied,
         )
     )
-    assert 0 < done.bytes_changed < done.bytes_written, "a file has a head and a foot besides"
+    assert 0 < outcome.bytes_changed < outcome.bytes_written, "a file also has a header and a footer"
     wider = replace(SHOP, columns=tuple(replace(c, type=pa.int64()) if c.name == "n" else c for c in SHOP.columns))
     recast = Recast(schema=wider)
-    evolved = advance_table(EvolveWork(table=SHOP.table, location=place, recast=recast, expected=there))
-    (file,) = place.open().files()
+    evolved = advance_table(EvolveWork(table=SHOP.table, location=location, recast=recast, expected=applied))
+    (file,) = location.open().files()
     assert (evolved.error, evolved.bytes_written) == (None, (tmp_path / "lake" / file).stat().st_size)
-    assert evolved.bytes_changed == 0, "no change asked for it"
+    assert evolved.bytes_changed == 0, "a recast applies no change"
 
 
 def write(diary: Diary, keys: range) -> None:
-    """A commit for each row, and each row large."""
+    """Write one commit per row, with large rows."""
     for key in keys:
         diary.commit(inserts(key, big=f"{key}," * (BIG // (len(str(key)) + 1))))
 

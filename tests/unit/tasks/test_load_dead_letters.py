@@ -1,4 +1,4 @@
-"""Rows that a load could not bring: letters of the table once it came from that load, and no sooner."""
+"""Rows that a load rejects: dead letters of the table after the load commit, and not before."""
 
 from __future__ import annotations
 
@@ -26,158 +26,160 @@ NAN = [{"column": "n", "text": "NaN"}]
 
 
 def marked(*rows: dict[str, Any], bad: tuple[int, ...] = ()) -> list[tuple[pa.RecordBatch, pa.Array]]:
-    """Rows as a reading gives them, with those of some keys unfit."""
+    """Return rows as a reader yields them, with the rows of some keys unfit."""
     cells = [NAN if row["id"] in bad else None for row in rows]
     (batch,) = record_batches(SHOP, rows)
     return [(batch, pa.array(cells, change.UNFIT_TYPE))]
 
 
-def aside(*rows: dict[str, Any], bad: tuple[int, ...] = ()) -> tuple[LoadRejects, list[dict[str, Any]]]:
-    kept = LoadRejects(SHOP, TableSpec(), LoadOrigin(seq=0, position="0/0", read_at=7), SEEN)
-    return kept, [row for batch in kept.without_rejects(marked(*rows, bad=bad)) for row in batch.to_pylist()]
+def rejects_of(*rows: dict[str, Any], bad: tuple[int, ...] = ()) -> tuple[LoadRejects, list[dict[str, Any]]]:
+    rejects = LoadRejects(SHOP, TableSpec(), LoadOrigin(seq=0, position="0/0", read_at=7), SEEN)
+    return rejects, [row for batch in rejects.without_rejects(marked(*rows, bad=bad)) for row in batch.to_pylist()]
 
 
 def bundle(*keys: int) -> DeadLetterBatch:
-    kept, _ = aside(*({"id": key, "name": "n"} for key in keys), bad=keys)
-    return DeadLetterBatch(schema=SHOP, rows=kept.dead_letters)
+    rejects, _ = rejects_of(*({"id": key, "name": "n"} for key in keys), bad=keys)
+    return DeadLetterBatch(schema=SHOP, rows=rejects.dead_letters)
 
 
 @pytest.fixture
 def quiet(tmp_path: Path) -> Quiet:
-    """A table that a load has brought but for row 3."""
-    made = Quiet(tmp_path, on_bad_row="dead-letter")
-    made.diary.commit()
-    land(made, "first", [1, 2], bad=[3])
-    return made
+    """A loaded table; the load rejected row 3."""
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter")
+    quiet.diary.commit()
+    load(quiet, "first", [1, 2], bad=[3])
+    return quiet
 
 
-def land(quiet: Quiet, name: str, keys: list[int], bad: list[int]) -> None:
-    """What a load leaves that brought some rows and could not bring others."""
+def load(quiet: Quiet, name: str, keys: list[int], bad: list[int]) -> None:
+    """Commit a load of some rows that rejected others."""
     quiet.reload([{"id": key, "n": 0} for key in keys], name, dead_letters=[bundle(*bad)] if bad else [])
 
 
-def letters(quiet: Quiet) -> dict[int, int]:
-    """The key of each open letter, by its number."""
-    found = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(
+def open_keys(quiet: Quiet) -> dict[int, int]:
+    """Return the key of each open dead letter, by its number."""
+    batches = DeadLetterStore(quiet.settings.log.path, THINGS).read_open(
         quiet.applied_position.seq, quiet.applied_position.load
     )
-    rows = [row for one in found for row in one.changes.to_pylist()]
+    rows = [row for one in batches for row in one.changes.to_pylist()]
     return {row[change.SEQ]: row["id"] for row in rows}
 
 
-def test_a_row_is_either_read_or_a_letter_with_all_that_was_read_of_it() -> None:
-    kept, rows = aside({"id": 1, "n": 1}, {"id": 2, "name": "kept"}, {"id": 3, "n": 3}, bad=(2,))
+def test_a_row_is_either_staged_or_a_dead_letter_with_everything_that_was_read() -> None:
+    rejects, rows = rejects_of({"id": 1, "n": 1}, {"id": 2, "name": "kept"}, {"id": 3, "n": 3}, bad=(2,))
     assert [row["id"] for row in rows] == [1, 3]
-    (letter,) = kept.dead_letters.to_pylist()
+    (letter,) = rejects.dead_letters.to_pylist()
     assert (letter["id"], letter["name"], letter["n"], letter[change.UNFIT]) == (2, "kept", None, NAN)
     assert (letter[change.OP], letter[change.POSITION], letter["_cause_code"]) == ("read", str(SEEN), "value-unfit")
     assert "column=n" in letter["_cause"]
 
 
-def test_what_the_table_cannot_be_partitioned_by_is_a_letter_too() -> None:
-    kept = LoadRejects(SHOP, TableSpec(partition_by=("name",)), LoadOrigin(seq=0, position="0/0", read_at=7), SEEN)
+def test_a_row_whose_value_cannot_be_a_partition_is_a_dead_letter() -> None:
+    rejects = LoadRejects(SHOP, TableSpec(partition_by=("name",)), LoadOrigin(seq=0, position="0/0", read_at=7), SEEN)
     rows = marked({"id": 1, "name": "a"}, {"id": 2, "name": ""})
-    assert [row["id"] for batch in kept.without_rejects(rows) for row in batch.to_pylist()] == [1]
-    assert "a value cannot be a partition value" in kept.dead_letters.column("_cause")[0].as_py()
+    assert [row["id"] for batch in rejects.without_rejects(rows) for row in batch.to_pylist()] == [1]
+    assert "a value cannot be a partition value" in rejects.dead_letters.column("_cause")[0].as_py()
 
 
-def test_more_than_a_person_could_look_at_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_dead_letters_of_a_load_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_dead_letters, "DEAD_LETTERS_MAX", 1)
     with pytest.raises(DeadLettersFull, match="the load has too many dead letters"):
-        aside({"id": 1}, {"id": 2}, bad=(1, 2))
+        rejects_of({"id": 1}, {"id": 2}, bad=(1, 2))
 
 
-def test_the_letters_of_a_chunk_are_found_again(tmp_path: Path) -> None:
-    seeds = LoadStore(tmp_path)
-    seeds.folder("abc").mkdir(parents=True)
-    seeds.store_dead_letters("abc", 4, SHOP, bundle(7).rows)
-    done = StagedChunk(chunk=4, files=(), rows=0, bytes=0, seconds=0.0, seen_until=SEEN, dead_letters=1)
-    seeds.record_chunk("abc", done)
-    assert seeds.staged_chunks("abc") == {4: done}
-    (found,) = seeds.dead_letters("abc", [done])
+def test_the_dead_letters_of_a_chunk_are_read_back(tmp_path: Path) -> None:
+    store = LoadStore(tmp_path)
+    store.folder("abc").mkdir(parents=True)
+    store.store_dead_letters("abc", 4, SHOP, bundle(7).rows)
+    staged = StagedChunk(chunk=4, files=(), rows=0, bytes=0, seconds=0.0, seen_until=SEEN, dead_letters=1)
+    store.record_chunk("abc", staged)
+    assert store.staged_chunks("abc") == {4: staged}
+    (found,) = store.dead_letters("abc", [staged])
     assert (found.schema, found.changes.column("id").to_pylist()) == (SHOP, [7])
-    old = {name: value for name, value in done.to_json().items() if name != "letters"}
-    assert StagedChunk.from_json(old).dead_letters == 0, "as it was recorded before"
+    old = {name: value for name, value in staged.to_json().items() if name != "letters"}
+    assert StagedChunk.from_json(old).dead_letters == 0, "as older releases recorded it"
 
 
-def test_they_count_once_the_table_came_from_the_load(quiet: Quiet) -> None:
-    assert letters(quiet) == {-1: 3}
-    mine = DeadLetterStore(quiet.settings.log.path, THINGS)
-    mine.before_load("second", whole=True, now="first", seq=quiet.applied_position.seq)
-    mine.write_load_rejects("second", quiet.applied_position.seq, [bundle(1, 2)])
-    assert letters(quiet) == {-1: 3}, "it has not landed"
+def test_dead_letters_of_a_load_count_once_the_load_is_committed(quiet: Quiet) -> None:
+    assert open_keys(quiet) == {-1: 3}
+    store = DeadLetterStore(quiet.settings.log.path, THINGS)
+    store.before_load("second", whole=True, now="first", seq=quiet.applied_position.seq)
+    store.write_load_rejects("second", quiet.applied_position.seq, [bundle(1, 2)])
+    assert open_keys(quiet) == {-1: 3}, "the load is not committed"
     quiet.commit(insert(9, n=9))
     quiet.apply()
-    assert (letters(quiet), quiet.ns()) == ({-1: 3}, {1: 0, 2: 0, 9: 9}), "and never did"
-    land(quiet, "third", [9], bad=[1])
-    assert letters(quiet) == {-2: 1}, "a whole load takes those of before with it"
+    assert (open_keys(quiet), quiet.ns()) == ({-1: 3}, {1: 0, 2: 0, 9: 9}), "and never was"
+    load(quiet, "third", [9], bad=[1])
+    assert open_keys(quiet) == {-2: 1}, "a full load clears earlier dead letters"
 
 
-def test_a_landing_that_is_tried_again_leaves_each_row_once(quiet: Quiet) -> None:
-    mine = DeadLetterStore(quiet.settings.log.path, THINGS)
-    mine.before_load("second", whole=True, now="first", seq=quiet.applied_position.seq)
-    mine.write_load_rejects("second", quiet.applied_position.seq, [bundle(1, 2)])
-    land(quiet, "second", [3], bad=[1, 2])
-    assert sorted(letters(quiet).values()) == [1, 2]
+def test_a_load_commit_that_is_tried_again_leaves_each_dead_letter_once(quiet: Quiet) -> None:
+    store = DeadLetterStore(quiet.settings.log.path, THINGS)
+    store.before_load("second", whole=True, now="first", seq=quiet.applied_position.seq)
+    store.write_load_rejects("second", quiet.applied_position.seq, [bundle(1, 2)])
+    load(quiet, "second", [3], bad=[1, 2])
+    assert sorted(open_keys(quiet).values()) == [1, 2]
     quiet.commit(insert(9, n=9))
     quiet.apply()
-    assert sorted(letters(quiet).values()) == [1, 2], "also after what the load has cleared was removed"
+    assert sorted(open_keys(quiet).values()) == [1, 2], "also after the cleared dead letters were removed"
 
 
-def test_a_load_of_a_part_leaves_those_of_the_load_before_it(quiet: Quiet) -> None:
-    mine = DeadLetterStore(quiet.settings.log.path, THINGS)
-    mine.before_load("part", whole=False, now="first", seq=quiet.applied_position.seq)
-    mine.write_load_rejects("part", quiet.applied_position.seq, [bundle(2)])
-    cursor = quiet.applied_position
-    quiet.table.merge_load(SHOP, [], cursor, replace(cursor, load="part"), keys=[])
-    assert letters(quiet) == {-1: 3, -2: 2}
+def test_a_partial_load_leaves_the_dead_letters_of_the_load_before_it(quiet: Quiet) -> None:
+    store = DeadLetterStore(quiet.settings.log.path, THINGS)
+    store.before_load("part", whole=False, now="first", seq=quiet.applied_position.seq)
+    store.write_load_rejects("part", quiet.applied_position.seq, [bundle(2)])
+    applied_position = quiet.applied_position
+    quiet.table.merge_load(SHOP, [], applied_position, replace(applied_position, load="part"), keys=[])
+    assert open_keys(quiet) == {-1: 3, -2: 2}
 
 
-def test_what_builds_on_such_a_row_waits_and_what_replaces_it_clears_it(quiet: Quiet) -> None:
+def test_a_partial_change_of_a_rejected_row_is_rejected_and_a_whole_change_clears_it(quiet: Quiet) -> None:
     quiet.commit(update(3, unchanged=("big",), n=1))
     quiet.apply()
-    assert (letters(quiet), quiet.ns()) == ({-1: 3, 1: 3}, {1: 0, 2: 0})
+    assert (open_keys(quiet), quiet.ns()) == ({-1: 3, 1: 3}, {1: 0, 2: 0})
     quiet.commit(update(3, n=2))
     quiet.apply()
-    assert (letters(quiet), quiet.ns()) == ({}, {1: 0, 2: 0, 3: 2})
+    assert (open_keys(quiet), quiet.ns()) == ({}, {1: 0, 2: 0, 3: 2})
 
 
-def test_a_load_that_adds_to_what_is_there_leaves_letters_that_have_passed(quiet: Quiet) -> None:
-    mine, seq = DeadLetterStore(quiet.settings.log.path, THINGS), quiet.applied_position.seq
-    for load in ("second", "third"):  # the first of them came to nothing
-        mine.before_load(load, whole=False, now="first", seq=seq)
-        mine.supersede_by_load(load, SHOP, seq)
-        mine.write_load_rejects(load, seq, [bundle(2)])
-    assert (mine.count(seq, "first"), mine.superseded(seq, "first")) == (1, frozenset())
-    assert (mine.count(seq, "third"), mine.superseded(seq, "third")) == (2, frozenset([-1]))
-    mine.recover("third")
-    assert (mine.count(seq), mine.superseded(seq)) == (2, frozenset([-1]))
-    assert [one.changes.column("id").to_pylist() for one in mine.read_open_keys(seq)] == [[2]], (
-        "only what was not brought again"
+def test_a_load_that_adds_to_the_table_marks_earlier_dead_letters_as_superseded(quiet: Quiet) -> None:
+    store, seq = DeadLetterStore(quiet.settings.log.path, THINGS), quiet.applied_position.seq
+    for load in ("second", "third"):  # the first of them fails
+        store.before_load(load, whole=False, now="first", seq=seq)
+        store.supersede_by_load(load, SHOP, seq)
+        store.write_load_rejects(load, seq, [bundle(2)])
+    assert (store.count(seq, "first"), store.superseded(seq, "first")) == (1, frozenset())
+    assert (store.count(seq, "third"), store.superseded(seq, "third")) == (2, frozenset([-1]))
+    store.recover("third")
+    assert (store.count(seq), store.superseded(seq)) == (2, frozenset([-1]))
+    assert [one.changes.column("id").to_pylist() for one in store.read_open_keys(seq)] == [[2]], (
+        "only rows that the load did not read again"
     )
 
 
-def test_such_a_row_that_is_deleted_is_no_letter_any_more(quiet: Quiet) -> None:
+def test_deleting_a_rejected_row_closes_its_dead_letter(quiet: Quiet) -> None:
     quiet.commit(delete(3))
     quiet.apply()
-    assert letters(quiet) == {}
+    assert open_keys(quiet) == {}
 
 
-def test_one_is_dropped_by_its_number(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_letter_of_a_load_is_dropped_by_its_number(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
     listing = ["dead-letters", str(quiet.file), "list", "public.things"]
     assert main(listing) == ExitCode.OK
     assert "seq -1 · read at 0/1000" in capsys.readouterr().out
     assert main([*listing, "--forget", "--seq", "-1"]) == ExitCode.OK
-    assert letters(quiet) == {}
-    land(quiet, "second", [1, 2], bad=[3])
-    assert letters(quiet) == {-2: 3}, "a number that was dropped is not given again"
+    assert open_keys(quiet) == {}
+    load(quiet, "second", [1, 2], bad=[3])
+    assert open_keys(quiet) == {-2: 3}, "the number of a dropped dead letter is not used again"
 
 
-def test_a_load_that_left_rows_out_is_no_base_of_a_rebuild(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_load_with_open_dead_letters_is_no_base_of_a_rebuild(
+    quiet: Quiet, capsys: pytest.CaptureFixture[str]
+) -> None:
     quiet.keep("first")
     quiet.commit(update(3, n=2))
     quiet.apply()
     rebuild = ["rebuild", str(quiet.file), "public.things"]
     assert main([*rebuild, "--from-version", "0"]) == ExitCode.CONFIG
     assert "dead letters" in capsys.readouterr().err
-    assert main(rebuild) == ExitCode.OK, "what was missing has come since"
+    assert main(rebuild) == ExitCode.OK, "the missing row has been applied since"

@@ -1,6 +1,6 @@
-"""Jobs of Spark's that break off, because a worker was killed: tables go on from what they say themselves.
+"""Spark jobs that break because a worker was killed: tables resume from their own commits.
 
-Everything is real but for Spark: the tasks run here, and a job that breaks off raises.
+Everything is real except Spark: tasks run in this process, and a broken job raises.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Task = Callable[..., Outcome]
 
 
 class Broken(Exception):
-    """What Spark says of a job whose worker was killed."""
+    """Stands for Spark's error about a job whose worker was killed."""
 
 
 class Breaking(Local):
-    """Has as many jobs break off as it is told to, with their tasks done before."""
+    """Breaks the next `breaks` jobs after their tasks have run."""
 
     breaks = 0
     killer: TableId | None = None
-    """A table whose task kills its worker, and is never done."""
+    """Table whose task kills its worker and never finishes."""
 
     def _run(self, task: Task, works: Sequence[Any]) -> list[Outcome]:
         others = [work for work in works if not isinstance(work, ApplyWork) or work.table != self.killer]
@@ -71,39 +71,39 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quiet:
 
 
 def commit(quiet: Quiet, key: int, schema: TableSchema = FULL) -> None:
-    """One row in a commit of its own."""
+    """Commit one row."""
     quiet.commit(insert(key, n=key), schema=schema)
 
 
-def come_to_the_end(applying: Local) -> None:
+def apply_all(applying: Local) -> None:
     applying._bring_tables_to(applying.registry.refresh_index())
 
 
-def assert_whole(quiet: Quiet, managed: ManagedTable, *keys: int) -> None:
+def assert_complete(quiet: Quiet, managed: ManagedTable, *keys: int) -> None:
     assert (managed.state, managed.error) == (TableState.LIVE, None)
     assert quiet.ns() == {key: key for key in keys}
     assert managed.applied_position == quiet.applied_position
 
 
-def test_a_commit_that_nobody_heard_of_is_gone_on_from(quiet: Quiet) -> None:
+def test_a_commit_of_a_broken_job_is_found_and_apply_continues_from_it(quiet: Quiet) -> None:
     commit(quiet, 2)
     with process(quiet) as applying:
         managed = applying.registry.add(THINGS)
         applying.breaks = 1
-        come_to_the_end(applying)
-        assert_whole(quiet, managed, 1, 2)
+        apply_all(applying)
+        assert_complete(quiet, managed, 1, 2)
         commit(quiet, 3)
-        come_to_the_end(applying)
-        assert_whole(quiet, managed, 1, 2, 3)
+        apply_all(applying)
+        assert_complete(quiet, managed, 1, 2, 3)
 
 
-def test_a_shape_that_nobody_heard_of_is_gone_on_from(quiet: Quiet) -> None:
+def test_a_recast_of_a_broken_job_is_found_and_apply_continues_from_it(quiet: Quiet) -> None:
     commit(quiet, 2, NARROW)
     with process(quiet) as applying:
         managed = applying.registry.add(THINGS)
         applying.breaks = 2
-        come_to_the_end(applying)
-        assert_whole(quiet, managed, 1, 2)
+        apply_all(applying)
+        assert_complete(quiet, managed, 1, 2)
 
 
 def test_a_task_that_commits_after_its_job_broke_off_stops_nothing(quiet: Quiet) -> None:
@@ -117,15 +117,15 @@ def test_a_task_that_commits_after_its_job_broke_off_stops_nothing(quiet: Quiet)
                 if not late:
                     late.extend(works)
                     raise Broken
-                if len(late) == 1:  # just before whoever was sent after it
+                if len(late) == 1:  # just before the task that was sent after it
                     late.append(late[0])
                     assert apply_changes(late[0]).error is None
                 return Local._run(self, task, works)
 
         applying.__class__ = Slow
-        come_to_the_end(applying)
+        apply_all(applying)
         assert len(late) == 2
-        assert_whole(quiet, managed, 1, 2)
+        assert_complete(quiet, managed, 1, 2)
 
 
 def test_a_table_whose_task_kills_its_worker_holds_back_only_itself(
@@ -141,14 +141,14 @@ def test_a_table_whose_task_kills_its_worker_holds_back_only_itself(
         numbers = applying.registry.log_numbers(managed)
         monkeypatch.setattr(applying.registry, "log_numbers", lambda _: numbers)  # both read the same of the log
         monkeypatch.setattr(applying.registry, "refresh_from_table", lambda _: None)  # the other has no folder
-        come_to_the_end(applying)
-        assert_whole(quiet, managed, 1, 2)
+        apply_all(applying)
+        assert_complete(quiet, managed, 1, 2)
         assert other.state is TableState.FAILED
         assert other.error is not None
         assert other.error.code == "unexpected"
 
 
-def test_what_others_wrote_meanwhile_still_stops_the_table(quiet: Quiet) -> None:
+def test_a_foreign_write_during_a_broken_job_still_stops_the_table(quiet: Quiet) -> None:
     before = quiet.table.version()
     commit(quiet, 2)
     quiet.apply()
@@ -159,19 +159,19 @@ def test_what_others_wrote_meanwhile_still_stops_the_table(quiet: Quiet) -> None
         opened = quiet.table.opened()
         assert before is not None
         opened.table.restore(before)
-        come_to_the_end(applying)
+        apply_all(applying)
         assert managed.state is TableState.FAILED
         assert managed.error is not None
         assert managed.error.code == "foreign-write"
 
 
-def test_a_table_is_at_no_point_until_no_task_can_be_at_work_on_it(quiet: Quiet) -> None:
+def test_a_table_is_in_no_point_while_a_task_of_a_broken_job_may_still_commit(quiet: Quiet) -> None:
     commit(quiet, 2)
     with process(quiet) as applying:
         registry = applying.registry
         managed = registry.add(THINGS)
         applying.breaks = 1
-        come_to_the_end(applying)
+        apply_all(applying)
         assert build_point(registry, registry.index.last_commit) is None
         applying.advance_skipped()
         assert build_point(registry, registry.index.last_commit) is None
@@ -180,13 +180,13 @@ def test_a_table_is_at_no_point_until_no_task_can_be_at_work_on_it(quiet: Quiet)
         assert build_point(registry, registry.index.last_commit) is not None
 
 
-def test_tending_that_broke_off_stops_nothing(quiet: Quiet) -> None:
+def test_a_broken_compaction_job_stops_nothing(quiet: Quiet) -> None:
     with process(quiet) as applying:
         managed = applying.registry.add(THINGS)
         for key in range(2, 12):
             commit(quiet, key)
-            come_to_the_end(applying)
-        tending = Compactor(
+            apply_all(applying)
+        compactor = Compactor(
             quiet.settings.tables.upkeep,
             applying.registry,
             run=applying._run,
@@ -194,10 +194,10 @@ def test_tending_that_broke_off_stops_nothing(quiet: Quiet) -> None:
             stopping=applying._stopping,
         )
         applying.breaks = 1
-        outcome = tending._compact(managed)
+        outcome = compactor._compact(managed)
         assert outcome is not None
         assert outcome.error is not None
         commit(quiet, 12)
-        come_to_the_end(applying)
-        assert_whole(quiet, managed, *range(1, 13))
-        assert len(quiet.table.files()) < 8, "it was done all the same"
+        apply_all(applying)
+        assert_complete(quiet, managed, *range(1, 13))
+        assert len(quiet.table.files()) < 8, "the files were compacted nevertheless"

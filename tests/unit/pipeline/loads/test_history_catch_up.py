@@ -1,4 +1,4 @@
-"""A table that keeps the past is brought to a load's point by the log, also where that lies inside a commit."""
+"""A table that keeps the past is brought to a load point by the log, even if the point is inside a commit."""
 
 from __future__ import annotations
 
@@ -41,115 +41,115 @@ NEW = replace(
 
 
 def write_log_of_two_shapes(folder: Path) -> tuple[Lsn, Lsn]:
-    """A commit, and one of two transactions with a change of the shape in the first of them; where these end."""
+    """Write a commit, and one of two transactions, the first with a schema change; return where these end."""
     diary = Diary(folder)
     diary.commit((OLD, [insert(1)]))
     begin = diary.writer.position.value
     middle, end = Lsn(begin + 50), Lsn(begin + 100)
     batches = diary._batches([(OLD, [insert(2)]), (NEW, [insert(3), insert(4)])], str(end))
     ends = [[middle], [middle, end]]
-    for i, made in enumerate(batches):
-        place = made.data.schema.get_field_index(change.POSITION)
+    for i, batch in enumerate(batches):
+        index = batch.data.schema.get_field_index(change.POSITION)
         texts = pa.array([str(at) for at in ends[i]])
-        batches[i] = replace(made, data=made.data.set_column(place, made.data.schema.field(place), texts))
+        batches[i] = replace(batch, data=batch.data.set_column(index, batch.data.schema.field(index), texts))
     diary.writer.append(window(begin, end.value, *batches, transactions=2))
     diary.close()
     return middle, end
 
 
 def write_log(folder: Path) -> tuple[Lsn, Lsn]:
-    """A commit, and one of two transactions; the end of the first of these, and the log's."""
+    """Write a commit, and one of two transactions; return the end of the first, and the log's end."""
     diary = Diary(folder)
     diary.commit(inserts(1))
     begin = diary.writer.position.value
     middle, end = Lsn(begin + 50), Lsn(begin + 100)
     (batch,) = diary._batches([inserts(2, 3)], str(end))
-    place = batch.data.schema.get_field_index(change.POSITION)
+    index = batch.data.schema.get_field_index(change.POSITION)
     positions = pa.array([str(middle), str(end)])
-    data = batch.data.set_column(place, batch.data.schema.field(place), positions)
+    data = batch.data.set_column(index, batch.data.schema.field(index), positions)
     diary.writer.append(window(begin, end.value, replace(batch, data=data), transactions=2))
     diary.close()
     return middle, end
 
 
 @pytest.mark.parametrize("mode", [TableMode.APPEND, TableMode.HISTORY])
-def test_what_lies_before_the_point_in_its_commit_is_applied(tmp_path: Path, mode: TableMode) -> None:
+def test_rows_before_a_load_point_inside_a_commit_are_applied(tmp_path: Path, mode: TableMode) -> None:
     middle, end = write_log(tmp_path / "log")
     log = ChangeLog.open(tmp_path / "log")
     registry = TableRegistry(log, LakeLayout(root=tmp_path / "lake"))
     registry.refresh_index()
-    place = TableLocation(path=tmp_path / "lake" / "t", log_id=log.log_id, spec=TableSpec(mode=mode))
+    location = TableLocation(path=tmp_path / "lake" / "t", log_id=log.log_id, spec=TableSpec(mode=mode))
     start = registry.applied_position_at(registry.index.end_of(1))
-    place.open().load(SHOP, [], start)
+    location.open().load(SHOP, [], start)
     managed = ManagedTable(
-        SHOP.table, place, state=TableState.LIVE, applied_position=place.open().applied_position(), schema=SHOP
+        SHOP.table, location, state=TableState.LIVE, applied_position=location.open().applied_position(), schema=SHOP
     )
     managed.apply_suspended = True
     for point, rows in ((middle, 1), (end, 2)):
-        turns = 0
-        while (stretch := next_range_to(registry, managed, point)) is not None:
-            turns += 1
-            assert turns <= 2, "it comes no further"
+        rounds = 0
+        while (apply_range := next_range_to(registry, managed, point)) is not None:
+            rounds += 1
+            assert rounds <= 2, "it makes no progress"
             assert managed.applied_position is not None
             outcome = apply_changes(
                 ApplyWork(
                     table=managed.table,
                     log=log.path,
-                    location=place,
-                    slices=stretch.slices,
+                    location=location,
+                    slices=apply_range.slices,
                     schema=SHOP,
                     expected=managed.applied_position,
-                    position_after=stretch.position_after,
-                    until=stretch.until,
+                    position_after=apply_range.position_after,
+                    until=apply_range.until,
                 )
             )
             assert outcome.error is None
             assert outcome.applied_position is not None
             assert outcome.schema is not None
             managed.record_commit(outcome.applied_position, outcome.schema, outcome.version)
-        cursor = place.open().applied_position()
-        assert cursor is not None
-        assert (cursor.position, place.open().rows()) == (point, rows)
+        applied_position = location.open().applied_position()
+        assert applied_position is not None
+        assert (applied_position.position, location.open().rows()) == (point, rows)
 
 
 @pytest.mark.parametrize("mode", [TableMode.APPEND, TableMode.HISTORY])
-def test_rows_of_each_shape_in_the_commit_of_the_point_are_applied(tmp_path: Path, mode: TableMode) -> None:
+def test_rows_of_each_schema_in_the_commit_of_the_load_point_are_applied(tmp_path: Path, mode: TableMode) -> None:
     middle, end = write_log_of_two_shapes(tmp_path / "log")
     log = ChangeLog.open(tmp_path / "log")
     registry = TableRegistry(log, LakeLayout(root=tmp_path / "lake"))
     registry.refresh_index()
-    place = TableLocation(path=tmp_path / "lake" / "t", log_id=log.log_id, spec=TableSpec(mode=mode))
-    place.open().load(OLD, [], registry.applied_position_at(registry.index.end_of(1)))
+    location = TableLocation(path=tmp_path / "lake" / "t", log_id=log.log_id, spec=TableSpec(mode=mode))
+    location.open().load(OLD, [], registry.applied_position_at(registry.index.end_of(1)))
     managed = ManagedTable(
-        SHOP.table, place, state=TableState.LIVE, applied_position=place.open().applied_position(), schema=OLD
+        SHOP.table, location, state=TableState.LIVE, applied_position=location.open().applied_position(), schema=OLD
     )
     managed.apply_suspended = True
     for point, rows in ((middle, 2), (end, 3)):
-        turns = 0
-        while (stretch := next_range_to(registry, managed, point)) is not None:
-            turns += 1
-            assert turns <= 3, "it comes no further"
+        rounds = 0
+        while (apply_range := next_range_to(registry, managed, point)) is not None:
+            rounds += 1
+            assert rounds <= 3, "it makes no progress"
             assert managed.applied_position is not None
             assert managed.schema is not None
-            if stretch.recast is not None:
-                place.open().evolve(stretch.recast, managed.applied_position)
-                managed.record_commit(managed.applied_position, stretch.recast.schema)
+            if apply_range.recast is not None:
+                location.open().evolve(apply_range.recast, managed.applied_position)
+                managed.record_commit(managed.applied_position, apply_range.recast.schema)
                 continue
             outcome = apply_changes(
                 ApplyWork(
                     table=managed.table,
                     log=log.path,
-                    location=place,
-                    slices=stretch.slices,
+                    location=location,
+                    slices=apply_range.slices,
                     schema=managed.schema,
                     expected=managed.applied_position,
-                    position_after=stretch.position_after,
-                    until=stretch.until,
+                    position_after=apply_range.position_after,
+                    until=apply_range.until,
                 )
             )
             assert outcome.error is None
             assert outcome.applied_position is not None
             managed.record_commit(outcome.applied_position, managed.schema, outcome.version)
-        cursor = place.open().applied_position()
-        assert cursor is not None
-        assert (cursor.position, place.open().rows()) == (point, rows)
+        applied_position = location.open().applied_position()
+        assert applied_position is not None
+        assert (applied_position.position, location.open().rows()) == (point, rows)

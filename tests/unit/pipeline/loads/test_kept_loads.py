@@ -1,4 +1,4 @@
-"""What a load made of a table is kept aside, and a rebuild starts from it when the table's own folder has nothing left.
+"""Kept loads: a rebuild starts from one when the table's own folder has nothing left.
 
 The source of these pipelines never answers.
 """
@@ -34,16 +34,16 @@ ROWS = [{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in (1, 2
 
 
 class Died(BaseException):
-    """What the process would have died of."""
+    """Stands for the kill of a process."""
 
 
-def loaded(folder: Path, form: str = "") -> Quiet:
-    """A table that a load of three rows made, of which a seed is kept."""
-    made = Quiet(folder, spec=form)
-    made.diary.commit()
-    made.reload(ROWS, "first")
-    made.keep("first")
-    return made
+def loaded(folder: Path, spec: str = "") -> Quiet:
+    """Return a table loaded with three rows, whose load is kept."""
+    quiet = Quiet(folder, spec=spec)
+    quiet.diary.commit()
+    quiet.reload(ROWS, "first")
+    quiet.keep("first")
+    return quiet
 
 
 def changed(quiet: Quiet) -> Quiet:
@@ -62,7 +62,7 @@ def lake_table(quiet: Quiet) -> Path:
     return quiet.settings.tables.layout.path(THINGS)
 
 
-def seeds(quiet: Quiet) -> list[KeptLoad]:
+def kept_loads(quiet: Quiet) -> list[KeptLoad]:
     return KeptLoadStore(quiet.settings.tables.path, quiet.registry().log.log_id).of(THINGS)
 
 
@@ -70,8 +70,8 @@ def rebuilt(quiet: Quiet, capsys: pytest.CaptureFixture[str], *arguments: str) -
     code = main(["rebuild", str(quiet.file), "public.things", *arguments, "--json"])
     printed = capsys.readouterr()
     assert (code, printed.err) == (ExitCode.OK, "")
-    found: dict[str, Any] = json.loads(printed.out)
-    return found
+    answer: dict[str, Any] = json.loads(printed.out)
+    return answer
 
 
 def refused(quiet: Quiet, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -80,26 +80,26 @@ def refused(quiet: Quiet, capsys: pytest.CaptureFixture[str], *arguments: str) -
 
 
 @pytest.mark.parametrize(
-    "form",
+    "spec",
     ["", "mode: history", "mode: append", "soft_delete: true, metadata: [_seq, _tx]", "partition_by: [name]",
      'rules: {"public.*": {columns: {n: count}}}'],
 )  # fmt: skip
-def test_a_table_whose_folder_is_gone_is_what_it_was_and_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+def test_a_table_whose_folder_is_gone_is_rebuilt_from_its_kept_load_and_applies_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spec: str
 ) -> None:
-    quiet = changed(loaded(tmp_path, form))
-    before, cursor = sorted(map(repr, scanned(quiet))), quiet.applied_position
+    quiet = changed(loaded(tmp_path, spec))
+    before, applied_position = sorted(map(repr, scanned(quiet))), quiet.applied_position
     shutil.rmtree(lake_table(quiet))
     found = rebuilt(quiet, capsys)
     assert (found["base"], found["base_version"], found["base_rows"], found["changes"]) == ("seed", None, 3, 5)
     assert (sorted(map(repr, scanned(quiet))), quiet.applied_position.load) == (before, "first")
-    assert quiet.applied_position.covers(cursor)
+    assert quiet.applied_position.covers(applied_position)
     quiet.commit(update(5, unchanged=BIG, n=6))
     assert [outcome.error for outcome in quiet.apply()] == [None]
     assert sorted(path.name for path in lake_table(quiet).iterdir() if path.name.startswith("_")) == ["_delta_log"]
 
 
-def test_a_table_whose_own_log_is_damaged_is_told_the_way_out_and_it_is_one(
+def test_a_table_with_a_damaged_commit_log_is_rebuilt_as_the_hint_says(
     quiet: Quiet, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     before = sorted(map(repr, scanned(quiet)))
@@ -107,14 +107,15 @@ def test_a_table_whose_own_log_is_damaged_is_told_the_way_out_and_it_is_one(
     assert "Then run `tailrace rebuild FILE TABLE`" in refused(quiet, capsys)
     error = quiet.registry().add(THINGS).error
     assert error is not None
-    assert (error.code, "Move the folder away" in error.hint) == ("table-unusable", True)
+    assert error.code == "table-unusable"
+    assert error.hint
     lake_table(quiet).rename(tmp_path / "damaged")
-    capsys.readouterr()  # what was logged
+    capsys.readouterr()  # discard what was logged
     assert rebuilt(quiet, capsys)["base"] == "seed"
     assert sorted(map(repr, scanned(quiet))) == before
 
 
-def test_a_table_that_lacks_a_file_is_told_the_way_out_and_it_is_one(
+def test_a_table_that_lacks_a_file_is_rebuilt_as_the_hint_says(
     quiet: Quiet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for file in quiet.table.files():
@@ -132,7 +133,7 @@ def scanned(quiet: Quiet) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_table_without_a_key_comes_back_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_keyless_table_is_rebuilt_from_its_kept_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet = Quiet(tmp_path)
     quiet.diary.commit()
     quiet.reload([{"a": 1, "b": "x"}, {"a": 1, "b": "x"}, {"a": 2, "b": "y"}], "first", KEYLESS)
@@ -148,7 +149,7 @@ FEATURES = "engine: spark, deletion_vectors: true, column_mapping: true"
 
 
 @pytest.mark.parametrize("lost", ["its folder", "nothing"])
-def test_a_table_with_deletion_vectors_and_column_mapping_comes_back_with_them(
+def test_a_table_with_deletion_vectors_and_column_mapping_is_rebuilt_with_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: str
 ) -> None:
     quiet = loaded(tmp_path, FEATURES)
@@ -162,7 +163,7 @@ def test_a_table_with_deletion_vectors_and_column_mapping_comes_back_with_them(
     assert {"deletionVectors", "columnMapping"} <= {*features}
 
 
-def test_a_version_whose_files_do_not_tell_all_by_themselves_is_not_kept(tmp_path: Path) -> None:
+def test_a_load_with_deletion_vectors_in_its_own_commit_is_not_kept(tmp_path: Path) -> None:
     quiet = Quiet(tmp_path, spec=FEATURES)
     quiet.diary.commit()
     quiet.reload(ROWS, "first")
@@ -173,21 +174,21 @@ def test_a_version_whose_files_do_not_tell_all_by_themselves_is_not_kept(tmp_pat
         line.get("add", {})["deletionVector"] = gone
     commit.write_text("\n".join(map(json.dumps, lines)))
     quiet.keep("first")
-    assert seeds(quiet) == []
+    assert kept_loads(quiet) == []
 
 
-def test_it_says_that_it_started_from_the_seed(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rebuild_says_that_it_started_from_the_kept_load(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(lake_table(quiet))
     assert main(["rebuild", str(quiet.file), "public.things"]) == ExitCode.OK
-    assert "rebuilt from the seed kept of its last load (position " in capsys.readouterr().out
+    assert "rebuilt from the kept files of its last load (position " in capsys.readouterr().out
 
 
-def test_the_tables_own_versions_come_first(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_own_versions_are_preferred_to_a_kept_load(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
     assert rebuilt(quiet, capsys)["base"] == "version"
     assert rebuilt(quiet, capsys, "--from-version", "0")["base"] == "load"
 
 
-def test_after_a_vacuum_that_left_nothing_the_seed_is_the_base(
+def test_after_a_vacuum_of_all_files_the_kept_load_is_the_base(
     quiet: Quiet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = quiet.rows()
@@ -197,7 +198,9 @@ def test_after_a_vacuum_that_left_nothing_the_seed_is_the_base(
     assert quiet.rows() == whole
 
 
-def test_an_earlier_position_is_reached_from_the_seed(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rebuild_from_a_kept_load_can_end_at_an_earlier_position(
+    quiet: Quiet, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = quiet.rows()
     shutil.rmtree(lake_table(quiet))
     rebuilt(quiet, capsys, "--to", str(Lsn(quiet.diary.writer.position.value - 100)))
@@ -206,7 +209,7 @@ def test_an_earlier_position_is_reached_from_the_seed(quiet: Quiet, capsys: pyte
     assert quiet.rows() == now
 
 
-def test_a_change_of_shape_since_the_load_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rebuild_from_a_kept_load_repeats_schema_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet = Quiet(tmp_path)
     quiet.diary.commit()
     quiet.reload([{"id": key, "name": f"n{key}"} for key in (1, 2)], "first", FULL)
@@ -217,51 +220,51 @@ def test_a_change_of_shape_since_the_load_is_made_again(tmp_path: Path, capsys: 
     shutil.rmtree(lake_table(quiet))
     rebuilt(quiet, capsys)
     assert quiet.rows() == before
-    assert before[1]["name"] == "n1", "what the source dropped is kept"
+    assert before[1]["name"] == "n1", "a column that the source dropped is kept"
 
 
-def test_columns_that_the_source_dropped_are_in_a_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kept_load_has_columns_that_the_source_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet = Quiet(tmp_path)
     quiet.load([{"id": key, "name": f"n{key}"} for key in (1, 2)], FULL)
     quiet.commit(update(2, n=2), schema=NARROW)
     quiet.apply()
-    here = quiet.registry().load_store
-    here.folder("again").mkdir(parents=True)
-    here.record_commit("again", quiet.applied_position.position)
-    shape = quiet.table.schema()
-    assert shape is not None
-    applied = quiet.table.merge_load(shape, [], quiet.applied_position, replace(quiet.applied_position, load="again"))
+    store = quiet.registry().load_store
+    store.folder("again").mkdir(parents=True)
+    store.record_commit("again", quiet.applied_position.position)
+    schema = quiet.table.schema()
+    assert schema is not None
+    applied = quiet.table.merge_load(schema, [], quiet.applied_position, replace(quiet.applied_position, load="again"))
     assert applied.committed
     quiet.keep("again")
-    assert [seed.commit_record.applied_position.load for seed in seeds(quiet)] == ["again"]
+    assert [kept.commit_record.applied_position.load for kept in kept_loads(quiet)] == ["again"]
     shutil.rmtree(lake_table(quiet))
     assert (rebuilt(quiet, capsys)["base_rows"], quiet.rows()) == (0, {})
     assert "name" in DeltaTable(str(lake_table(quiet))).schema().to_json()
 
 
-def test_a_seed_costs_no_room_while_the_table_has_its_files(tmp_path: Path) -> None:
+def test_a_kept_load_shares_its_files_with_the_table(tmp_path: Path) -> None:
     quiet = loaded(tmp_path)
-    (seed,) = seeds(quiet)
-    mine, theirs = (sorted(folder.glob("part-*")) for folder in (seed.folder, lake_table(quiet)))
-    assert [file.stat().st_ino for file in mine] == [file.stat().st_ino for file in theirs]
+    (kept,) = kept_loads(quiet)
+    store, theirs = (sorted(folder.glob("part-*")) for folder in (kept.folder, lake_table(quiet)))
+    assert [file.stat().st_ino for file in store] == [file.stat().st_ino for file in theirs]
 
 
-def test_a_newer_load_takes_the_place_of_the_older(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_newer_kept_load_replaces_the_older_one(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
     quiet.reload([{"id": 7, "n": 7}], "second")
     quiet.keep("second")
-    assert [seed.commit_record.applied_position.load for seed in seeds(quiet)] == ["second"]
-    assert [folder.name for folder in seeds(quiet)[0].folder.parent.iterdir()] == ["second"]
+    assert [kept.commit_record.applied_position.load for kept in kept_loads(quiet)] == ["second"]
+    assert [folder.name for folder in kept_loads(quiet)[0].folder.parent.iterdir()] == ["second"]
     shutil.rmtree(lake_table(quiet))
     rebuilt(quiet, capsys)
     assert (quiet.ns(), quiet.applied_position.load) == ({7: 7}, "second")
 
 
-def test_a_load_that_found_nothing_to_commit_leaves_the_seed_of_before(quiet: Quiet) -> None:
+def test_a_load_without_a_commit_leaves_the_earlier_kept_load(quiet: Quiet) -> None:
     quiet.keep("second")
-    assert [seed.commit_record.applied_position.load for seed in seeds(quiet)] == ["first"]
+    assert [kept.commit_record.applied_position.load for kept in kept_loads(quiet)] == ["first"]
 
 
-def test_killed_between_the_links_and_the_record_it_is_no_seed_and_is_made_once_more(
+def test_a_kept_load_killed_before_its_record_does_not_count_and_is_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quiet = loaded(tmp_path)
@@ -273,60 +276,60 @@ def test_killed_between_the_links_and_the_record_it_is_no_seed_and_is_made_once_
 
     with monkeypatch.context() as patched:
         patched.setattr(failpoints, "hit", die)
-        patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # a process that died cleans nothing up
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # a killed process cleans up nothing
         with pytest.raises(Died):
             quiet.keep("second")
-    assert [seed.commit_record.applied_position.load for seed in seeds(quiet)] == ["first"]
-    changed(quiet)  # the next process goes on before it looks at what was left
+    assert [kept.commit_record.applied_position.load for kept in kept_loads(quiet)] == ["first"]
+    changed(quiet)  # the next process applies before it looks at leftovers
     quiet.keep("second")
-    (seed,) = seeds(quiet)
-    assert (seed.commit_record.applied_position.load, seed.is_intact) == ("second", True)
+    (kept,) = kept_loads(quiet)
+    assert (kept.commit_record.applied_position.load, kept.is_intact) == ("second", True)
     before = quiet.rows()
     shutil.rmtree(lake_table(quiet))
     assert (rebuilt(quiet, capsys)["base_rows"], quiet.rows()) == (4, before)
 
 
-def test_a_seed_that_the_log_was_trimmed_past_is_no_base_and_is_dropped(
+def test_a_kept_load_that_the_log_was_trimmed_past_is_no_base_and_is_dropped(
     quiet: Quiet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quiet.load_keeper().run_if_due()
-    assert len(seeds(quiet)) == 1
+    assert len(kept_loads(quiet)) == 1
     with Sealer(quiet.settings.log.path, limits=SealLimits(commits=2, merge_count=2)) as sealer:
         sealer.seal()
         trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
     shutil.rmtree(lake_table(quiet))
-    assert "the kept seed: the log no longer holds the changes after it" in refused(quiet, capsys)
+    assert "the kept load: the log no longer has the changes after it" in refused(quiet, capsys)
     assert not lake_table(quiet).exists()
     quiet.load_keeper().run_if_due()
-    assert seeds(quiet) == []
-    assert "nothing is kept of a load of it" in refused(quiet, capsys)
+    assert kept_loads(quiet) == []
+    assert "no kept load of it" in refused(quiet, capsys)
 
 
-@pytest.mark.parametrize("harm", ["cut short", "removed"])
-def test_a_seed_that_is_not_what_it_was_is_no_base(quiet: Quiet, capsys: pytest.CaptureFixture[str], harm: str) -> None:
+@pytest.mark.parametrize("damage", ["cut short", "removed"])
+def test_a_damaged_kept_load_is_no_base(quiet: Quiet, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     shutil.rmtree(lake_table(quiet))
-    file = next(seeds(quiet)[0].folder.glob("part-*"))
-    if harm == "removed":
+    file = next(kept_loads(quiet)[0].folder.glob("part-*"))
+    if damage == "removed":
         file.unlink()
     else:
         os.truncate(file, 10)
-    assert "files of it are gone, or are not what they were" in refused(quiet, capsys)
+    assert "some of its files are missing or changed" in refused(quiet, capsys)
 
 
-def test_without_the_setting_nothing_is_kept_and_what_was_goes(quiet: Quiet) -> None:
+def test_without_the_setting_no_load_is_kept_and_earlier_ones_are_dropped(quiet: Quiet) -> None:
     quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, keep_seed: false"))
     quiet.load_keeper().run_if_due()
-    assert seeds(quiet) == []
+    assert kept_loads(quiet) == []
     quiet.reload(ROWS, "second")
     quiet.keep("second")
-    assert seeds(quiet) == []
+    assert kept_loads(quiet) == []
 
 
 def no_links(*_: object, **__: object) -> None:
     raise OSError(errno.EPERM, "Operation not permitted")
 
 
-def test_where_the_disk_knows_no_links_nothing_is_copied_unasked(
+def test_without_hard_links_a_load_is_only_copied_if_the_setting_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     quiet = Quiet(tmp_path)
@@ -335,15 +338,15 @@ def test_where_the_disk_knows_no_links_nothing_is_copied_unasked(
     monkeypatch.setattr(os, "link", no_links)
     with caplog.at_level(logging.WARNING, "tailrace.pipeline.loads.kept_loads"):
         quiet.keep("first")
-    assert (seeds(quiet), [record.message for record in caplog.records]) == ([], ["load not kept for rebuilds"])
+    assert (kept_loads(quiet), [record.message for record in caplog.records]) == ([], ["load not kept for rebuilds"])
     quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, keep_seed: copy"))
     quiet.keep("first")
-    (seed,) = seeds(quiet)
-    assert (seed.is_intact, next(seed.folder.glob("part-*")).stat().st_nlink) == (True, 1)
+    (kept,) = kept_loads(quiet)
+    assert (kept.is_intact, next(kept.folder.glob("part-*")).stat().st_nlink) == (True, 1)
 
 
 def test_files_without_statistics_are_kept_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As Spark writes them where a user has turned statistics off."""
+    """As Spark writes them if a user has turned statistics off."""
     quiet = Quiet(tmp_path)
     quiet.diary.commit()
     quiet.reload(ROWS, "first")
@@ -358,7 +361,7 @@ def test_files_without_statistics_are_kept_and_counted(tmp_path: Path, capsys: p
     assert (rebuilt(quiet, capsys)["base_rows"], len(quiet.rows())) == (3, 4)
 
 
-def test_a_seed_that_cannot_be_kept_for_any_reason_stops_nothing(
+def test_a_failure_to_keep_a_load_is_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     quiet = Quiet(tmp_path)
@@ -371,23 +374,23 @@ def test_a_seed_that_cannot_be_kept_for_any_reason_stops_nothing(
     monkeypatch.setattr(os, "link", damaged)
     with caplog.at_level(logging.WARNING, "tailrace.pipeline.loads.kept_loads"):
         quiet.keep("first")
-    assert (seeds(quiet), [record.message for record in caplog.records]) == ([], ["load not kept for rebuilds"])
+    assert (kept_loads(quiet), [record.message for record in caplog.records]) == ([], ["load not kept for rebuilds"])
 
 
-def test_what_is_known_of_a_kept_load_is_not_forgotten(quiet: Quiet) -> None:
-    mine = LoadStore(quiet.settings.log.path)
+def test_the_record_of_a_kept_load_is_not_removed(quiet: Quiet) -> None:
+    store = LoadStore(quiet.settings.log.path)
     old = quiet.settings.log.path / "seed" / "landed" / "first.json"
     os.utime(str(old), (0.0, 0.0))
-    mine.remove_leftovers(quiet.load_keeper().loads_in_use)
-    mine.remove_leftovers()
-    assert mine.ahead_ranges("first") is not None, "it was of use until now"
+    store.remove_leftovers(quiet.load_keeper().loads_in_use)
+    store.remove_leftovers()
+    assert store.ahead_ranges("first") is not None, "it was in use until now"
     os.utime(str(old), (0.0, 0.0))
-    mine.remove_leftovers()
-    assert mine.ahead_ranges("first") is None
+    store.remove_leftovers()
+    assert store.ahead_ranges("first") is None
 
 
 def chunked(folder: Path) -> Quiet:
-    """A load whose chunks were read at different times: row 2 has seen the first change of the log already."""
+    """Return a table loaded in chunks at different positions: row 2 already has the first change of the log."""
     quiet = Quiet(folder)
     quiet.diary.commit()
     rows = [ROWS[0], ROWS[1] | {"n": 2}, ROWS[2]]
@@ -397,7 +400,7 @@ def chunked(folder: Path) -> Quiet:
     return quiet
 
 
-def test_a_seed_of_a_chunked_load_is_brought_to_one_moment_by_the_log(
+def test_a_kept_chunked_load_is_brought_to_one_position_by_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quiet = chunked(tmp_path)
@@ -409,12 +412,12 @@ def test_a_seed_of_a_chunked_load_is_brought_to_one_moment_by_the_log(
     assert (quiet.ns(), quiet.rows()[2]["big"]) == ({1: 1, 2: 2, 3: 0}, "x" * 50)
 
 
-def test_values_that_only_the_source_could_tell_are_not_made_up(
+def test_a_rebuild_refuses_unsent_values_that_only_the_source_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quiet = chunked(tmp_path)
-    # The row of key 3 that was read may be another than the one that moves: a rebuild cannot tell.
+    # The loaded row of key 3 may not be the row that moves: a rebuild cannot know.
     quiet.commit(*move(3, 5, unchanged=BIG, n=5), insert(3, big="other"))
     shutil.rmtree(lake_table(quiet))
-    assert "values that only the source can tell" in refused(quiet, capsys)
+    assert "a rebuild cannot read the source" in refused(quiet, capsys)
     assert not lake_table(quiet).exists()

@@ -1,4 +1,4 @@
-"""Tables that only rows tell of: nobody may take a pipeline for idle that has not followed them yet."""
+"""Tables discovered by their rows: a pipeline is not idle until it manages them."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from tests.support.quiet import Quiet
 
 
 class Routed:
-    """A source whose tables are those that its rows were routed to."""
+    """A source whose tables are discovered by the rows routed to them."""
 
     discovers_tables = True
 
     def __init__(self, registry: TableRegistry) -> None:
-        self.lives = registry
+        self.registry = registry
         self.seen: list[tuple[bool, bool]] = []
-        """Each time it was asked: whether the table was followed already, and whether something was behind."""
+        """For each call: whether the table was managed already, and whether a table was unseen."""
         self.gone = False
 
-    def learn_tables(self, shapes: Iterable[TableSchema]) -> None:
-        self.known = [shape.table for shape in shapes]
+    def learn_tables(self, schemas: Iterable[TableSchema]) -> None:
+        self.known = [schema.table for schema in schemas]
 
     def tables(self) -> list[object]:
-        self.seen.append((SHOP.table in self.lives.tables, self.beginning.has_unseen_tables))
+        self.seen.append((SHOP.table in self.registry.tables, self.load_starter.has_unseen_tables))
         if self.gone:
             raise SourceUnreachable("the server does not answer", hint="Is it up?")
         assert self.known == [SHOP.table]
-        self.lives.add(SHOP.table)
+        self.registry.add(SHOP.table)
         return []
 
-    def begins(self) -> LoadStarter:
+    def starter(self) -> LoadStarter:
         source = cast(PostgresCapture, self)
-        self.beginning = LoadStarter(
+        self.load_starter = LoadStarter(
             LoadSettings(),
             source,
-            self.lives,
-            RetentionHolds(self.lives),
+            self.registry,
+            RetentionHolds(self.registry),
             run=lambda _task, _works: [],
             begun=lambda _load: None,
             failed=lambda _life, _error: None,
             stopping=threading.Event(),
         )
-        return self.beginning
+        return self.load_starter
 
 
 def routed(folder: Path) -> Routed:
@@ -64,17 +64,17 @@ def routed(folder: Path) -> Routed:
     return Routed(registry)
 
 
-def test_a_table_is_behind_until_it_is_followed(tmp_path: Path) -> None:
+def test_a_table_discovered_by_its_rows_is_unseen_until_it_is_managed(tmp_path: Path) -> None:
     source = routed(tmp_path)
-    begins = source.begins()
-    assert begins.has_unseen_tables
-    begins.discover_tables()
+    starter = source.starter()
+    assert starter.has_unseen_tables
+    starter.discover_tables()
     assert source.seen == [(False, True)]
-    assert not begins.has_unseen_tables
+    assert not starter.has_unseen_tables
 
 
-def test_it_stays_behind_while_the_source_does_not_answer(tmp_path: Path) -> None:
+def test_a_discovered_table_stays_unseen_while_the_source_does_not_answer(tmp_path: Path) -> None:
     source = routed(tmp_path)
-    begins, source.gone = source.begins(), True
-    begins.discover_tables()
-    assert begins.has_unseen_tables
+    starter, source.gone = source.starter(), True
+    starter.discover_tables()
+    assert starter.has_unseen_tables

@@ -1,4 +1,4 @@
-"""Points across tables: what was noted is found again, by position and by time, whatever became of the file."""
+"""Recorded consistent points are found by position and by time, also after a torn or failed write."""
 
 from __future__ import annotations
 
@@ -39,43 +39,43 @@ def point(number: int, missing: dict[str, Absence] | None = None, **versions: in
 POINTS = [point(1, a=0), point(2, a=1, b=0), point(5, a=1, b=3, dotted=7), point(6, b=4, dotted=7), point(9, a=2, b=4)]
 
 
-def noted(folder: Path, points: list[ConsistentPoint]) -> Ledger:
-    made = Ledger(folder)
+def recorded(folder: Path, points: list[ConsistentPoint]) -> Ledger:
+    stored = Ledger(folder)
     for item in points:
-        made.record(item)
-    return made
+        stored.record(item)
+    return stored
 
 
-def test_what_was_noted_is_read_back(tmp_path: Path) -> None:
-    assert list(noted(tmp_path, POINTS).points()) == POINTS
+def test_recorded_points_are_read_back(tmp_path: Path) -> None:
+    assert list(recorded(tmp_path, POINTS).points()) == POINTS
     assert list(Ledger(tmp_path).points()) == POINTS
 
 
-def test_which_table_a_version_is_of_is_read_back_and_older_lines_do_not_say(tmp_path: Path) -> None:
-    told = [
+def test_lake_table_ids_are_read_back_and_older_lines_have_none(tmp_path: Path) -> None:
+    points = [
         replace(point(1, a=3, b=1), lake_table_ids={A: "one", B: "b"}),
         replace(point(2, a=4), lake_table_ids={A: "one"}),
         replace(point(3, a=0, b=1), lake_table_ids={A: "two", B: "b"}),
     ]
-    made = noted(tmp_path, told)
-    assert list(made.points()) == told
+    stored = recorded(tmp_path, points)
+    assert list(stored.points()) == points
     (path,) = (tmp_path / ledger.FOLDER).iterdir()
     lines = [json.loads(line.partition(b" ")[2]) for line in path.read_bytes().splitlines()]
     older = [json.dumps({name: value for name, value in line.items() if name != "identities"}) for line in lines]
     path.write_text("".join(f"{zlib.crc32(text.encode()):08x} {text}\n" for text in older))
-    assert list(Ledger(tmp_path).points()) == [replace(one, lake_table_ids={}) for one in told]
+    assert list(Ledger(tmp_path).points()) == [replace(one, lake_table_ids={}) for one in points]
 
 
-def test_after_a_point_that_could_not_be_written_the_next_is_whole(tmp_path: Path) -> None:
-    made, folder, aside = noted(tmp_path, POINTS[:2]), tmp_path / ledger.FOLDER, tmp_path / "aside"
-    folder.rename(aside)
+def test_the_point_after_a_failed_write_is_complete(tmp_path: Path) -> None:
+    stored, folder, moved = recorded(tmp_path, POINTS[:2]), tmp_path / ledger.FOLDER, tmp_path / "aside"
+    folder.rename(moved)
     folder.touch()  # in its place
-    made.record(POINTS[2])
+    stored.record(POINTS[2])
     folder.unlink()
-    aside.rename(folder)
-    made.record(POINTS[3])
-    made.record(POINTS[4])
-    assert list(made.points()) == [*POINTS[:2], *POINTS[3:]]
+    moved.rename(folder)
+    stored.record(POINTS[3])
+    stored.record(POINTS[4])
+    assert list(stored.points()) == [*POINTS[:2], *POINTS[3:]]
     assert len(list(folder.iterdir())) == 2
 
 
@@ -84,12 +84,12 @@ def test_the_last_point_up_to_a_position_or_a_time_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_file: int
 ) -> None:
     monkeypatch.setattr(ledger, "POINTS_MAX", per_file)
-    made = noted(tmp_path, POINTS)
-    assert made.at() == POINTS[-1]
+    stored = recorded(tmp_path, POINTS)
+    assert stored.at() == POINTS[-1]
     for number, found in ((1, 0), (2, 1), (3, 1), (4, 1), (5, 2), (6, 3), (8, 3), (9, 4), (100, 4)):
-        assert made.at(position=Lsn(number * 10)) == POINTS[found]
-        assert made.at(committed_at=number * 1_000_000) == POINTS[found]
-        assert made.at(committed_at=number * 1_000_000 + 999_999) == POINTS[found]
+        assert stored.at(position=Lsn(number * 10)) == POINTS[found]
+        assert stored.at(committed_at=number * 1_000_000) == POINTS[found]
+        assert stored.at(committed_at=number * 1_000_000 + 999_999) == POINTS[found]
 
 
 def timed(number: int, seconds: int) -> ConsistentPoint:
@@ -98,72 +98,74 @@ def timed(number: int, seconds: int) -> ConsistentPoint:
 
 @pytest.mark.parametrize("per_file", [1, 2, 1000])
 @pytest.mark.parametrize("processes", [1, 4], ids=["one process", "one each"])
-def test_no_point_up_to_a_time_holds_what_was_committed_later_though_the_sources_clock_went_back(
+def test_a_point_up_to_a_time_has_nothing_committed_later_even_if_the_source_clock_went_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_file: int, processes: int
 ) -> None:
     monkeypatch.setattr(ledger, "POINTS_MAX", per_file)
-    told = [timed(1, 100), timed(2, 200), timed(3, 150), timed(4, 250)]
+    points = [timed(1, 100), timed(2, 200), timed(3, 150), timed(4, 250)]
     for begin in range(0, 4, 4 // processes):
-        noted(tmp_path, told[begin : begin + 4 // processes])
-    made = Ledger(tmp_path)
+        recorded(tmp_path, points[begin : begin + 4 // processes])
+    stored = Ledger(tmp_path)
     for seconds, number in ((100, 1), (160, 1), (199, 1), (200, 3), (249, 3), (250, 4)):
-        assert made.at(committed_at=seconds * 1_000_000).commit == number
-    assert [found.time.timestamp() for found in made.points()] == [100, 200, 200, 250]
+        assert stored.at(committed_at=seconds * 1_000_000).commit == number
+    assert [found.time.timestamp() for found in stored.points()] == [100, 200, 200, 250]
 
 
-def test_lines_of_before_whose_times_go_back_are_read_so_that_none_holds_what_came_later(tmp_path: Path) -> None:
-    noted(tmp_path, [timed(1, 100), timed(2, 200), timed(3, 201)])
+def test_lines_of_older_releases_whose_times_go_back_are_read_with_rising_times(tmp_path: Path) -> None:
+    recorded(tmp_path, [timed(1, 100), timed(2, 200), timed(3, 201)])
     (path,) = (tmp_path / ledger.FOLDER).iterdir()
     lines = [line.partition(b" ")[2].replace(b"201000000", b"150000000") for line in path.read_bytes().splitlines()]
     path.write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(text), text) for text in lines))
-    made = Ledger(tmp_path)
-    assert made.at(committed_at=160_000_000).commit == 1
-    assert made.at(committed_at=200_000_000).commit == 3
-    made.record(timed(4, 160))
-    assert [made.at(committed_at=seconds * 1_000_000).commit for seconds in (199, 200)] == [1, 4]
+    stored = Ledger(tmp_path)
+    assert stored.at(committed_at=160_000_000).commit == 1
+    assert stored.at(committed_at=200_000_000).commit == 3
+    stored.record(timed(4, 160))
+    assert [stored.at(committed_at=seconds * 1_000_000).commit for seconds in (199, 200)] == [1, 4]
 
 
-def test_our_own_clock_counts_only_where_nothing_of_the_sources_is_known(tmp_path: Path) -> None:
+def test_our_own_clock_counts_only_if_no_source_time_is_known(tmp_path: Path) -> None:
     begun = time.time_ns() // 1000
-    (bare,) = noted(tmp_path / "bare", [timed(1, 0)]).points()
+    (bare,) = recorded(tmp_path / "bare", [timed(1, 0)]).points()
     assert begun <= bare.committed_at <= time.time_ns() // 1000
-    assert [found.committed_at for found in noted(tmp_path, [timed(1, 300), timed(2, 0)]).points()] == [300_000_000] * 2
+    assert [found.committed_at for found in recorded(tmp_path, [timed(1, 300), timed(2, 0)]).points()] == [
+        300_000_000
+    ] * 2
 
 
-def test_what_is_too_early_or_not_there_is_said(tmp_path: Path) -> None:
+def test_an_empty_ledger_and_a_position_before_the_first_point_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the log has no consistent point yet"):
         Ledger(tmp_path).at()
     with pytest.raises(ConfigError, match="the first consistent point is later") as refused:
-        noted(tmp_path, POINTS).at(position=Lsn(9))
+        recorded(tmp_path, POINTS).at(position=Lsn(9))
     assert "1970-01-01T00:00:01" in refused.value.headline
 
 
-def test_a_point_that_says_nothing_new_is_not_noted(tmp_path: Path) -> None:
-    made = noted(tmp_path, [point(1, a=0), point(2, a=0), point(3, a=1)])
-    assert [item.commit for item in made.points()] == [1, 3]
+def test_a_point_equal_to_the_last_one_is_not_recorded(tmp_path: Path) -> None:
+    stored = recorded(tmp_path, [point(1, a=0), point(2, a=0), point(3, a=1)])
+    assert [item.commit for item in stored.points()] == [1, 3]
 
 
-def test_a_torn_or_bent_line_ends_its_file_and_a_new_process_begins_another(tmp_path: Path) -> None:
-    noted(tmp_path, POINTS)
+def test_a_torn_or_damaged_line_ends_its_file_and_a_new_process_begins_another(tmp_path: Path) -> None:
+    recorded(tmp_path, POINTS)
     (path,) = (tmp_path / "ledger").iterdir()
     whole = path.read_bytes()
     path.write_bytes(whole[:-5])
     assert list(Ledger(tmp_path).points()) == POINTS[:-1]
     path.write_bytes(whole.replace(b'"commit": 5', b'"commit": 4'))
     assert list(Ledger(tmp_path).points()) == POINTS[:2]
-    noted(tmp_path, [point(20, a=9)])
+    recorded(tmp_path, [point(20, a=9)])
     assert Ledger(tmp_path).at() == point(20, a=9)
 
 
-def test_old_points_go_and_a_ledger_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
-    noted(tmp_path, POINTS)
+def test_old_points_are_removed_and_a_ledger_that_cannot_be_written_raises_nothing(tmp_path: Path) -> None:
+    recorded(tmp_path, POINTS)
     (path,) = (tmp_path / "ledger").iterdir()
     old = time.time() - KEPT_SECONDS - 60
     os.utime(path, (old, old))
-    assert [item.commit for item in noted(tmp_path, [point(20, a=9)]).points()] == [20]
+    assert [item.commit for item in recorded(tmp_path, [point(20, a=9)]).points()] == [20]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "ledger").write_text("a file where the folder should be")
-    noted(tmp_path / "other", POINTS)
+    recorded(tmp_path / "other", POINTS)
 
 
 MISSED = [
@@ -175,44 +177,44 @@ MISSED = [
 @pytest.mark.parametrize("per_file", [1, 2, 1000])
 def test_why_a_table_is_missing_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_file: int) -> None:
     monkeypatch.setattr(ledger, "POINTS_MAX", per_file)
-    assert list(noted(tmp_path, MISSED).points()) == MISSED
+    assert list(recorded(tmp_path, MISSED).points()) == MISSED
 
 
-def test_a_point_that_only_another_table_is_missing_from_says_something_new(tmp_path: Path) -> None:
-    made = noted(tmp_path, [point(1, {"b": BUSY}, a=0), point(2, {"b": BUSY}, a=0), point(3, {"b": FAILED}, a=0)])
-    assert [item.commit for item in made.points()] == [1, 3]
+def test_a_point_that_differs_only_in_why_a_table_is_missing_is_recorded(tmp_path: Path) -> None:
+    stored = recorded(tmp_path, [point(1, {"b": BUSY}, a=0), point(2, {"b": BUSY}, a=0), point(3, {"b": FAILED}, a=0)])
+    assert [item.commit for item in stored.points()] == [1, 3]
 
 
 @pytest.mark.parametrize("per_file", [1, 2, 1000])
-def test_a_table_that_is_missing_in_passing_is_found_shortly_before(
+def test_a_table_that_is_temporarily_missing_is_found_in_a_point_shortly_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_file: int
 ) -> None:
     monkeypatch.setattr(ledger, "POINTS_MAX", per_file)
-    made = noted(tmp_path, MISSED)
-    assert made.at() == MISSED[3]
-    assert made.at(position=Lsn(50)) == MISSED[3]
-    assert made.at(position=Lsn(30)) == MISSED[2], "one that has failed holds back nobody"
-    assert made.at(position=Lsn(10)) == MISSED[0], "there is no better one"
+    stored = recorded(tmp_path, MISSED)
+    assert stored.at() == MISSED[3]
+    assert stored.at(position=Lsn(50)) == MISSED[3]
+    assert stored.at(position=Lsn(30)) == MISSED[2], "a failed table does not hold back the others"
+    assert stored.at(position=Lsn(10)) == MISSED[0], "no earlier point is better"
 
 
-def test_a_point_that_lacks_as_much_for_another_reason_is_not_taken_instead(tmp_path: Path) -> None:
+def test_an_earlier_point_that_lacks_the_same_table_is_not_preferred(tmp_path: Path) -> None:
     loading = Absence(state="seeding", why="it is being loaded")
-    made = noted(tmp_path, [point(1, {"b": loading}, a=0), point(2, {"b": BUSY}, a=1)])
-    assert made.at().commit == 2
+    stored = recorded(tmp_path, [point(1, {"b": loading}, a=0), point(2, {"b": BUSY}, a=1)])
+    assert stored.at().commit == 2
 
 
-def test_a_point_before_that_lacks_another_table_is_not_taken_instead(tmp_path: Path) -> None:
-    made = noted(tmp_path, [point(1, {"a": FAILED}, b=0), point(2, {"b": BUSY}, a=1)])
-    assert made.at().commit == 2
+def test_an_earlier_point_that_lacks_another_table_is_not_preferred(tmp_path: Path) -> None:
+    stored = recorded(tmp_path, [point(1, {"a": FAILED}, b=0), point(2, {"b": BUSY}, a=1)])
+    assert stored.at().commit == 2
 
 
-def test_a_table_that_is_missing_for_long_holds_back_nobody(tmp_path: Path) -> None:
-    made = noted(tmp_path, [point(1, a=0, b=0), *(point(n, {"b": BUSY}, a=n) for n in range(2, NEAR_POINTS + 5))])
-    assert made.at(committed_at=NEAR_POINTS * 1_000_000).commit == 1
-    assert made.at().commit == NEAR_POINTS + 4
+def test_only_points_shortly_before_are_searched_for_a_missing_table(tmp_path: Path) -> None:
+    stored = recorded(tmp_path, [point(1, a=0, b=0), *(point(n, {"b": BUSY}, a=n) for n in range(2, NEAR_POINTS + 5))])
+    assert stored.at(committed_at=NEAR_POINTS * 1_000_000).commit == 1
+    assert stored.at().commit == NEAR_POINTS + 4
 
 
-def test_points_noted_before_tables_could_be_missing_are_read(tmp_path: Path) -> None:
+def test_points_of_older_releases_without_missing_tables_are_read(tmp_path: Path) -> None:
     (tmp_path / "ledger").mkdir()
     text = b'{"commit": 7, "position": "0/46", "committed_at": 7000000, "tables": [["public", "a", 3]], "gone": []}'
     line = b"%08x %s\n" % (zlib.crc32(text), text)
@@ -220,7 +222,7 @@ def test_points_noted_before_tables_could_be_missing_are_read(tmp_path: Path) ->
     assert Ledger(tmp_path).at() == point(7, a=3)
 
 
-def test_asked_for_a_table_that_is_missing_the_tables_of_a_point_say_why() -> None:
+def test_asking_a_point_for_a_missing_table_says_why_it_is_missing() -> None:
     found = TablesAt({}, MISSED[1])
     with pytest.raises(ConfigError, match="no version at this point") as refused:
         found["public.b"]
@@ -234,10 +236,8 @@ TWINS = TableId("a.b", "c"), TableId("a", "b.c")
 
 
 @pytest.mark.parametrize("missing", [(), TWINS[:1]], ids=["both there", "one missing"])
-def test_two_tables_that_a_name_does_not_tell_apart_are_refused_unless_one_is_chosen(
-    missing: tuple[TableId, ...],
-) -> None:
-    """One would have taken the other's place without a word."""
+def test_an_ambiguous_table_name_is_refused_unless_a_table_is_chosen(missing: tuple[TableId, ...]) -> None:
+    """Otherwise one table would silently replace the other."""
     versions = {table: 7 for table in (A, *TWINS) if table not in missing}
     alike = replace(point(1), versions=versions, missing=dict.fromkeys(missing, FAILED))
     with pytest.raises(ConfigError, match=r"`a\.b\.c` names two tables") as refused:
@@ -250,10 +250,10 @@ def test_two_tables_that_a_name_does_not_tell_apart_are_refused_unless_one_is_ch
         assert {*only.versions, *only.missing} == {one, A}
 
 
-def test_a_table_that_a_point_does_not_know_cannot_be_chosen_from_it() -> None:
+def test_a_table_that_a_point_does_not_have_cannot_be_chosen() -> None:
     assert select_tables(MISSED[1], None) == MISSED[1]
     assert select_tables(MISSED[1], [B]) == replace(MISSED[1], versions={})
-    with pytest.raises(ConfigError, match="the point knows no such table") as refused:
+    with pytest.raises(ConfigError, match="the point has no such table") as refused:
         select_tables(MISSED[1], [B, DOTTED])
     assert 'TableId("my.schema", "x.y")' in refused.value.headline
 
@@ -262,7 +262,7 @@ def test_a_table_is_chosen_by_its_name_as_well() -> None:
     assert (
         select_tables(MISSED[1], ["public.b"]) == select_tables(MISSED[1], "public.b") == select_tables(MISSED[1], [B])
     )
-    with pytest.raises(ConfigError, match="the point knows no such table") as refused:
+    with pytest.raises(ConfigError, match="the point has no such table") as refused:
         select_tables(MISSED[1], ["public.b", "public.nothing"])
     assert refused.value.fields["tables"] == "public.nothing"
     alike = replace(point(1), versions=dict.fromkeys((A, *TWINS), 7))
@@ -270,12 +270,12 @@ def test_a_table_is_chosen_by_its_name_as_well() -> None:
         select_tables(alike, ["a.b.c"])
 
 
-@pytest.mark.parametrize("given", [5, [5], [B, None], [b"public.b"]], ids=ascii)
-def test_what_is_no_table_cannot_be_chosen(given: Any) -> None:
+@pytest.mark.parametrize("tables", [5, [5], [B, None], [b"public.b"]], ids=ascii)
+def test_a_value_that_is_not_a_table_cannot_be_chosen(tables: Any) -> None:
     with pytest.raises(ConfigError, match="`tables` does not name tables") as refused:
-        select_tables(MISSED[1], given)
+        select_tables(MISSED[1], tables)
     assert "`TableId`" in refused.value.hint
 
 
-def test_one_table_need_not_stand_in_a_list() -> None:
+def test_a_single_table_need_not_be_in_a_list() -> None:
     assert select_tables(MISSED[1], B) == select_tables(MISSED[1], [B])

@@ -1,6 +1,6 @@
-"""Tables that must read rows from the source, which does not answer; and what is on record of rows that were read.
+"""Tables that must refetch rows from an unreachable source, and the records of refetched rows.
 
-Everything is real but for Spark: the tasks run here, and the source is a port that nobody listens at.
+Everything is real except Spark: tasks run in this process, and the source is a port without a listener.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BIG = ("big",)
 
 
 class Counting(Local):
-    """Knows how often it had work done."""
+    """Counts how often it ran tasks."""
 
     runs = 0
 
@@ -50,7 +50,7 @@ class Counting(Local):
 
 @contextmanager
 def process(quiet: Quiet) -> Iterator[Counting]:
-    """What applies, without any of its threads: the test says when."""
+    """Run an applier without its threads; the test calls its steps."""
     log = ChangeLog.open(quiet.settings.log.path)
     applying = Counting(quiet.settings, log, open_source(quiet.settings, log.log_id))
     try:
@@ -67,8 +67,8 @@ def loaded(folder: Path) -> Quiet:
     return quiet
 
 
-def lacking(folder: Path) -> Quiet:
-    """A table that lacks a row which the log has a partial change of."""
+def with_partial_change(folder: Path) -> Quiet:
+    """Return a table that lacks a row for which the log has a partial change."""
     quiet = loaded(folder)
     quiet.commit(update(2, unchanged=BIG, n=2))
     return quiet
@@ -79,15 +79,15 @@ def advance(applying: Local, managed: ManagedTable) -> None:
 
 
 @pytest.mark.parametrize("mode", ["initial", "schema_only"])
-def test_a_source_that_does_not_answer_fails_no_table_that_must_read_a_row(tmp_path: Path, mode: str) -> None:
-    quiet = lacking(tmp_path)
+def test_a_table_that_must_refetch_a_row_waits_for_an_unreachable_source(tmp_path: Path, mode: str) -> None:
+    quiet = with_partial_change(tmp_path)
     with process(quiet) as applying:
         managed = applying.registry.add(THINGS, mode=mode)
         started = time.monotonic()
         for _ in range(RETRIES_MAX + 2):
             managed.not_before = min(managed.not_before, time.monotonic())  # as if that long had passed
             advance(applying, managed)
-        assert time.monotonic() - started < RETRIES_MAX * applying_module.SOURCE_SECONDS, "nobody rests in between"
+        assert time.monotonic() - started < RETRIES_MAX * applying_module.SOURCE_SECONDS, "no pause in between"
         assert managed.error is not None
         assert (managed.error.code, managed.state, managed.failures) == (
             "source-unreachable",
@@ -97,11 +97,11 @@ def test_a_source_that_does_not_answer_fails_no_table_that_must_read_a_row(tmp_p
         assert managed.not_before > time.monotonic()
 
 
-def test_a_table_that_waits_for_the_source_is_left_to_the_sweep(
+def test_a_table_that_waits_for_the_source_is_not_tried_by_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(applying_module, "SOURCE_SECONDS", 0.01)
-    with process(lacking(tmp_path)) as applying:
+    with process(with_partial_change(tmp_path)) as applying:
         managed = applying.registry.add(THINGS, mode="schema_only")
         applying._bring_tables_to(applying.registry.refresh_index())
         assert applying.runs == 1
@@ -113,7 +113,7 @@ def test_a_table_that_waits_for_the_source_is_left_to_the_sweep(
         assert managed.state is TableState.CATCHING_UP
 
 
-def test_a_table_that_is_never_loaded_is_at_no_point_while_a_row_is_newer_than_it(tmp_path: Path) -> None:
+def test_an_unloaded_table_is_in_no_point_while_a_refetched_row_is_newer(tmp_path: Path) -> None:
     quiet = loaded(tmp_path)
     quiet.commit(insert(2, n=2))
     with process(quiet) as applying:
@@ -124,8 +124,10 @@ def test_a_table_that_is_never_loaded_is_at_no_point_while_a_row_is_newer_than_i
         assert build_point(registry, registry.index.last_commit) is not None
         end = quiet.commit(insert(3, n=3))
         quiet.diary.commit()
-        seen = Lsn(end.value + 150)
-        registry.load_store.record_refetch("first", Lsn(end.value + 100), seen)  # as the task does, before its commit
+        seen_until = Lsn(end.value + 150)
+        registry.load_store.record_refetch(
+            "first", Lsn(end.value + 100), seen_until
+        )  # as the task does, before its commit
         advance(applying, managed)
         assert (managed.repairing, managed.state) == (True, TableState.CATCHING_UP)
         assert build_point(registry, registry.index.last_commit) is None
@@ -141,63 +143,63 @@ def rebuild(quiet: Quiet, capsys: pytest.CaptureFixture[str], *arguments: str) -
     return code, json.loads(printed.out) if code == ExitCode.OK else printed.err
 
 
-def healed(folder: Path) -> tuple[Quiet, Lsn]:
-    """Versions before a row was read again, and one with it; what the reading saw."""
+def refetched(folder: Path) -> tuple[Quiet, Lsn]:
+    """Return a table with versions before and after a refetch, and the position that the refetch saw."""
     quiet = loaded(folder)
     for number in (2, 3):
         quiet.commit(insert(number, n=number))
         quiet.apply()
     at = quiet.commit(insert(4, n=4))
-    seen = Lsn(at.value + 150)
-    LoadStore(quiet.settings.log.path).record_refetch("first", at, seen)
+    seen_until = Lsn(at.value + 150)
+    LoadStore(quiet.settings.log.path).record_refetch("first", at, seen_until)
     quiet.apply()
-    return quiet, seen
+    return quiet, seen_until
 
 
-def test_versions_before_a_row_was_read_again_are_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quiet, seen = healed(tmp_path)
+def test_versions_before_a_refetch_can_be_the_base_of_a_rebuild(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet, seen_until = refetched(tmp_path)
     code, err = rebuild(quiet, capsys, "--from-version", "3")
-    assert (code, f"some of its rows are newer than others, up to {seen}" in err) == (ExitCode.CONFIG, True)
+    assert (code, f"some of its rows are newer than others, up to {seen_until}" in err) == (ExitCode.CONFIG, True)
     code, found = rebuild(quiet, capsys)
     assert (code, found["base_version"], found["changes"]) == (ExitCode.OK, 2, 1)
 
 
-def test_a_quiet_table_is_whole_once_the_log_has_passed_what_was_seen(
+def test_the_version_of_a_refetch_is_a_base_once_the_log_has_passed_the_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quiet, _ = healed(tmp_path)
+    quiet, _ = refetched(tmp_path)
     quiet.diary.commit()
     quiet.diary.commit()
     code, found = rebuild(quiet, capsys)
     assert (code, found["base_version"]) == (ExitCode.OK, 3)
 
 
-def test_what_is_known_of_a_load_lasts_as_long_as_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_record_of_a_load_is_kept_as_long_as_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet = loaded(tmp_path)
     quiet.commit(insert(2, n=2))
     quiet.apply()
     record = quiet.settings.log.path / "seed" / "landed" / "first.json"
     os.utime(str(record), (time.time() - REMEMBERED_SECONDS - 60,) * 2)
-    keeping = quiet.load_keeper()
-    keeping._registry.add(THINGS)
-    LoadStore(quiet.settings.log.path).remove_leftovers(keeping.loads_in_use)
+    keeper = quiet.load_keeper()
+    keeper._registry.add(THINGS)
+    LoadStore(quiet.settings.log.path).remove_leftovers(keeper.loads_in_use)
     code, _ = rebuild(quiet, capsys)
     assert code == ExitCode.OK
 
 
-def test_nothing_is_forgotten_while_a_table_does_not_say_where_it_stands(tmp_path: Path) -> None:
+def test_no_load_record_is_removed_while_an_applied_position_is_unknown(tmp_path: Path) -> None:
     quiet = loaded(tmp_path)
-    keeping = quiet.load_keeper()
-    assert keeping.loads_in_use == set()
-    managed = keeping._registry.add(TableId("public", "others"))
-    assert keeping.loads_in_use == set(), "one that is not there comes from none"
+    keeper = quiet.load_keeper()
+    assert keeper.loads_in_use == set()
+    managed = keeper._registry.add(TableId("public", "others"))
+    assert keeper.loads_in_use == set(), "a table that does not exist comes from no load"
     managed.fail(BaseRowMissing("it cannot be read", hint="Mend it."))
-    assert keeping.loads_in_use is None
+    assert keeper.loads_in_use is None
 
 
-def test_a_log_that_grows_meanwhile_does_not_make_a_table_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_grows_meanwhile_does_not_end_the_catch_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = loaded(tmp_path)
     registry = quiet.registry()
     managed = registry.add(SHOP.table)
@@ -206,31 +208,31 @@ def test_a_log_that_grows_meanwhile_does_not_make_a_table_whole(
         "first", managed.applied_position.position, Lsn(managed.applied_position.position.value + 50)
     )
     registry.update_repair_state(managed)
-    look = registry.pending
+    pending = registry.pending
 
-    def grown(*arguments: Any) -> Any:
-        found = look(*arguments)
+    def pending_and_grow(*arguments: Any) -> Any:
+        found = pending(*arguments)
         quiet.commit(update(1, n=5))
         registry.refresh_index()
         return found
 
-    monkeypatch.setattr(registry, "pending", grown)
+    monkeypatch.setattr(registry, "pending", pending_and_grow)
     assert not registry._has_caught_up(managed)
 
 
-def test_a_part_that_is_loaded_leaves_rows_as_new_as_they_were(tmp_path: Path) -> None:
+def test_a_partial_load_keeps_the_position_of_earlier_refetched_rows(tmp_path: Path) -> None:
     quiet = loaded(tmp_path)
     registry = quiet.registry()
     managed = registry.add(THINGS)
     assert managed.applied_position is not None
-    healed_at = Lsn(managed.applied_position.position.value + 500)
-    registry.load_store.record_refetch("first", managed.applied_position.position, healed_at)
+    refetched_until = Lsn(managed.applied_position.position.value + 500)
+    registry.load_store.record_refetch("first", managed.applied_position.position, refetched_until)
     registry.update_repair_state(managed)
     plan = Plan(schema=SHOP, leaves=(), cut=ChunkKind.KEY, chunks=())
-    seed = LoadRecord(
+    record = LoadRecord(
         plan=plan,
         snapshot_position=managed.applied_position.position,
         request=LoadRequest(table=THINGS, where="id = 9"),
     )
-    part = RunningLoad(managed=managed, record=seed, unread_chunks=deque(), staged={}, shared_snapshot=None)
-    assert newest_row_position(registry, part, managed.applied_position.position) == healed_at
+    partial_load = RunningLoad(managed=managed, record=record, unread_chunks=deque(), staged={}, shared_snapshot=None)
+    assert newest_row_position(registry, partial_load, managed.applied_position.position) == refetched_until
