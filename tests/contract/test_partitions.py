@@ -353,7 +353,7 @@ def test_a_dropped_or_renamed_partition_column_stops_the_table_unchanged(made: A
     for recast in (gone, renamed):
         with pytest.raises(TableUnusable, match="partition column does not exist") as refused:
             table.table.evolve(recast, table.cursor(table.seq))
-        assert "`columns: {its name now: name}`" in refused.value.hint
+        assert "`columns: {its new name: name}`" in refused.value.hint
         assert "partition_by" in refused.value.hint
     assert table.content() == ordered(ROWS)
 
@@ -453,9 +453,9 @@ ODD = table_schema({
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("nowhere", "no such column"), ("ID", "no such column"), ("_op", "no such column"), ("list", "of this type"),
+        ("nowhere", "does not exist"), ("ID", "does not exist"), ("_op", "does not exist"), ("list", "of this type"),
         ("bytes", "of this type"), ("half", "of this type"), ("price", "of this type"), ("at", "of this type"),
-        ("a/b", "of this name"), ("x=y", "of this name"), (".z", "of this name"),
+        ("a/b", "in folder names"), ("x=y", "in folder names"), (".z", "in folder names"),
     ],
 )  # fmt: skip
 def test_a_column_that_cannot_be_a_partition_is_refused_before_anything_is_created(

@@ -543,7 +543,7 @@ def test_changes_of_a_keyless_table_find_their_rows_under_other_names(made: Any)
 def test_two_columns_of_one_name_are_refused(made: Any) -> None:
     with pytest.raises(TableUnusable, match="would have the same name") as refused:
         made(TableSpec(renamed_columns=(("big", "NAME"),)))
-    assert refused.value.hint.startswith("Give one of them another name")
+    assert refused.value.hint.startswith("Rename one of them")
     assert "columns:" in refused.value.hint
 
 

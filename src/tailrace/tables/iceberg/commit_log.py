@@ -30,7 +30,7 @@ SCHEMA_PROPERTY_PREFIX = "tailrace.shape."
 TOKEN = "tailrace.token"
 """Summary key of the token by which we recognize our snapshot."""
 LOADED_SUMMARY_KEY = "tailrace.landed"
-"""Summary key of the digest of the staged files that a load has made the table's only files."""
+"""Summary key of the digest of a load's staged files, the table's only files then."""
 REPLACED = "replace"
 """Iceberg's operation for a snapshot with other files and the same rows."""
 SNAPSHOTS_MAX = 10_000
@@ -152,12 +152,7 @@ class IcebergMetadata:
         """Return the source table that it was last made from; None if unknown."""
         try:
             record = next(
-                (
-                    found_record
-                    for snapshot in self._ancestors()
-                    if (found_record := self._record_in(snapshot)) is not None
-                ),
-                None,
+                (parsed for snapshot in self._ancestors() if (parsed := self._record_in(snapshot)) is not None), None
             )
         except TableUnusable:
             return None
@@ -178,9 +173,10 @@ class IcebergMetadata:
                     yield number, record
 
     def copy_as_of(self, number: int | None, location: Path, partition_by: Sequence[str]) -> dict[str, Any]:
-        """Return metadata for a copy of this table at a snapshot, or an empty one, in another folder.
+        """Return metadata for a copy of this table in another folder.
 
-        What is written to the copy can become part of this table.
+        The copy is as this table was at a snapshot, or empty without one. What is written to the copy can become part
+        of this table.
         """
         base = None if number is None else self._snapshot(number)
         schema = self.document["current-schema-id"] if base is None else base["schema-id"]
@@ -237,7 +233,10 @@ class IcebergMetadata:
             ) from exc
 
     def _ancestors(self, number: int | None = None) -> Iterator[Mapping[str, Any]]:
-        """Yield a snapshot, by default the newest, and those before it, while the table has them."""
+        """Yield a snapshot and those before it, while the table has them.
+
+        Starts at the newest by default.
+        """
         number = number or self.snapshot
         for _ in range(SNAPSHOTS_MAX):
             found = None if number is None else self._find(number)

@@ -26,7 +26,10 @@ ANSWER_SECONDS_MAX = 30.0
 TOKEN_SECONDS = 3600.0
 """Lifetime of a token whose server does not state one."""
 _EARLY_SECONDS, _EARLY_SHARE = 60.0, 0.1
-"""A token is no longer used this long before its end, or this share of its lifetime if shorter."""
+"""A token's reserve: seconds, or a share of its lifetime if that is less.
+
+A token is not used in that time before its end.
+"""
 _ERROR_BYTES_MAX = 65_536
 _TOKENS_MAX = 64
 _LEVELS = "\x1f"
@@ -121,7 +124,7 @@ class _Client:
 
 
 _tokens: dict[tuple[str, tuple[tuple[str, str], ...]], tuple[str, float]] = {}
-"""Tokens and the times until which they are used, by URL and request form."""
+"""Tokens and the times until which they are used, by URL and request fields."""
 _lock = threading.Lock()
 
 
@@ -161,7 +164,7 @@ class _Exchange:
 
 
 def _request(url: str, headers: Mapping[str, str], form: bytes | None = None) -> dict[str, Any]:
-    """Return the response to a GET or, with a form, to a POST."""
+    """Return the response to a GET or, with form fields, to a POST."""
     request = urllib.request.Request(url, data=form, headers={"Accept": "application/json"})
     for name, value in headers.items():
         # Python's own error would quote the value.

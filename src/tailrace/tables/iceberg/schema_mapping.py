@@ -89,8 +89,10 @@ def recast_fields(old_fields: Sequence[Field], plan: RecastColumns, last: int) -
 
 def are_same(old_fields: Sequence[Field], fields: Sequence[Field], names: Sequence[str]) -> bool:
     """Return whether the columns with these names are unchanged."""
-    was, now = ({field["name"]: (field["id"], field["type"]) for field in some} for some in (old_fields, fields))
-    return all(was.get(name) == now[name] for name in names)
+    before, after = (
+        {field["name"]: (field["id"], field["type"]) for field in columns} for columns in (old_fields, fields)
+    )
+    return all(before.get(name) == after[name] for name in names)
 
 
 def _field(number: int, column: Column, numbers: Iterator[int]) -> Field:
@@ -112,7 +114,7 @@ def _type(column: Column, kind: pa.DataType, numbers: Iterator[int]) -> Any:
         "a column has a type that Iceberg does not have",
         column=column.name,
         type=str(kind),
-        hint="Leave the column out of the publication, or exclude the table.",
+        hint="Publish the table without the column, or exclude the table.",
     )
 
 
@@ -162,11 +164,11 @@ class PartitionChange:
 
 
 def plan_partition_change(
-    fields: Sequence[Field], names: Sequence[str], specs: Sequence[Spec], was: Sequence[Field]
+    fields: Sequence[Field], names: Sequence[str], specs: Sequence[Spec], old_fields: Sequence[Field]
 ) -> PartitionChange:
     """Plan the partition spec of a table with new columns and partition columns.
 
-    `was` are the old columns, and `specs` are all partition specs in its metadata.
+    `old_fields` are the old columns, and `specs` are all partition specs in its metadata.
     """
     highest = max((field["field-id"] for spec in specs for field in spec["fields"]), default=FIRST_PARTITION - 1)
     numbers = {field["name"]: field["id"] for field in fields}
@@ -175,7 +177,7 @@ def plan_partition_change(
         for at, name in enumerate(names, start=1)
     ]
     old_specs = [spec for spec in specs if spec["fields"]]
-    types, before = ({field["id"]: field["type"] for field in some} for some in (fields, was))
+    types, before = ({field["id"]: field["type"] for field in columns} for columns in (fields, old_fields))
     same = all(types[part["source-id"]] == before.get(part["source-id"]) for part in partition_fields)
     same = same and all(_sources(spec["fields"]) == _sources(partition_fields) for spec in old_specs)
     return PartitionChange(

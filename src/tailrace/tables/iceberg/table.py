@@ -25,7 +25,7 @@ from tailrace.tables.table_paths import folder_taken
 METADATA, DATA = "metadata", "data"
 """The folders that the connector makes in a table's folder."""
 STAGED = "_staged"
-"""Folder in a table's folder for a load's files, which the table gets under another name."""
+"""Folder in a table's folder for a load's files; the table gets them under another name."""
 REBUILT = "rebuilt"
 """Folder in a table's folder for rebuilds.
 
