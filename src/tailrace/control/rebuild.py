@@ -62,7 +62,7 @@ class RebuildResult:
     base_version: int | None
     """None for a kept load: it is not a version of the table."""
     base: str
-    """`load`: the version of a load commit; `version`: one with changes since; `seed`: a kept load."""
+    """`load`: version of a load commit; `version`: a later one; `seed`: a kept load."""
     base_position: str
     base_rows: int
     changes: int

@@ -1,4 +1,4 @@
-"""Plain values that report a pipeline, shared by the code that measures and the code that shows.
+"""Plain values that report a pipeline. The code that measures and the code that shows share them.
 
 Every value is a fact at one moment and can be printed as JSON. None holds a connection, a row's values or a secret. The
 fields have the names that `--json` prints, and scripts rely on them: fields are added, never renamed.
@@ -86,7 +86,7 @@ class LoadStatus:
     backing_off: bool = False
     """True while the load is slowed down because the source is busy."""
     waiting_for: str | None = None
-    """How many transactions the load waits for, and who has the oldest. Set after a while."""
+    """Number of open transactions that it waits for, and the owner of the oldest. Set after a while."""
 
     def to_json(self) -> dict[str, Any]:
         return _fields(self)
@@ -134,7 +134,7 @@ class TableStatus:
     lag_bytes: int | None = None
     lag_seconds: float | None = None
     bytes_changed: int = 0
-    """Size of the changes applied since the process started, as a table's files would hold them."""
+    """Size of the changes applied since the process started, as they are in a table's files."""
     bytes_written: int = 0
     """Size of all files written since then, also for schema changes and compaction."""
     write_amplification: float | None = field(init=False, default=None)
@@ -262,7 +262,7 @@ class LoggedTable:
 
 @dataclass(frozen=True, kw_only=True)
 class TableEvolution:
-    """The work that a run would do on a lake table because its source has changed."""
+    """The work that a run would do on a lake table after changes at its source."""
 
     schema: str
     table: str

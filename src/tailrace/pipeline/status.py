@@ -1,4 +1,4 @@
-"""Report the state of a pipeline as one value, for the terminal, for `--json` and for any page.
+"""Report the state of a pipeline as one value, for every kind of output.
 
 It is computed from the log, from the tables' own commits and, if it answers, from the source. A running process knows
 more: a load's progress, or why a table failed. It writes that to `status/apply.json`; nothing depends on that file for
@@ -57,7 +57,10 @@ _DEAD_LETTERS_NOTE = (
 
 
 class SourceWatch:
-    """Asks the source for its end from time to time; an unreachable source is not a failure."""
+    """Asks the source for its end from time to time.
+
+    An unreachable source is not a failure.
+    """
 
     def __init__(self, source: PostgresCapture, every_seconds: float = 2.0) -> None:
         self._source = source
@@ -66,7 +69,7 @@ class SourceWatch:
         self._lag: Lag | None = None
 
     def lag(self) -> Lag | None:
-        """Return the end of the source log and what is retained; None if the source does not answer."""
+        """Return the source's lag; None if the source does not answer."""
         if time.monotonic() >= self._due:
             try:
                 self._lag = self._source.lag()

@@ -50,7 +50,7 @@ CATCH_UP_SECONDS_MAX = 86_400.0
 _LOOK_SECONDS, _REMOTE_LOOK_SECONDS = 0.02, 0.1
 """Seconds between two looks at the log; longer where each look is a request."""
 _NOWHERE = "/nonexistent/tailrace-stream"
-"""Path for the settings file and the table folder: both must be named and neither exists."""
+"""Path for the settings file and the table folder. Both must be named; neither exists."""
 _MODULE = "tailrace.pipeline.capture.embedded_capture"
 _READ_AGAIN = (
     'read the tables as a whole (`spark.read.format("cdc")` with `url`), and begin with a new checkpoint and a new '

@@ -71,7 +71,7 @@ _ENCODE_HINT = (
 
 
 def _check_url(url: str) -> str:
-    """Refuse a URL that libpq could not parse, because libpq's own messages quote parts of it."""
+    """Refuse a URL that libpq cannot parse; libpq's own messages quote parts of it."""
     scheme, separator, _ = url.partition("://")
     if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
         raise refusal("must be a URL that begins with `postgresql://`", _URL_HINT)
@@ -91,7 +91,10 @@ _BRACKETS = re.compile(r"\[!?\]?[^\]]*\]")
 
 
 def split_glob(glob: str) -> Iterator[tuple[str, str]]:
-    """Yield every split of a glob into schema and table: one at each dot outside brackets."""
+    """Yield every split of a glob into schema and table.
+
+    There is one at each dot outside brackets.
+    """
     hidden = _BRACKETS.sub(lambda found: "x" * len(found.group()), glob)
     for at, character in enumerate(hidden):
         if character == ".":
@@ -296,13 +299,13 @@ Age = Annotated[float | None, BeforeValidator(lambda value: None if _is_word_non
 Count = Annotated[int, BeforeValidator(_check_count)]
 Connections = Annotated[int, BeforeValidator(_check_connections)]
 LoadModeName = Literal["initial", "always", "initial_only", "when_needed", "schema_only", "never"]
-"""When a table is loaded; see docs/guides/loading.md."""
+"""The load mode of a table; see docs/guides/loading.md."""
 TableModeName = Literal["mirror", "history", "append"]
 """The mode of a lake table; see docs/guides/modes.md."""
 MetadataName = Literal["_op", "_seq", "_position", "_tx", "_tx_index", "_committed_at"]
 """Metadata columns, as in `tables.spec.METADATA`."""
 BadRow = Literal["stop", "dead-letter"]
-"""What to do with a change that its lake table cannot take; see docs/guides/dead-letters.md."""
+"""The treatment of a change that its lake table cannot take; see docs/guides/dead-letters.md."""
 Name = Annotated[str, AfterValidator(_check_name)]
 SlotName = Annotated[str, AfterValidator(_check_slot_name)]
 PublicationName = Annotated[str, AfterValidator(_check_publication_name)]

@@ -137,7 +137,7 @@ class SourceSettings(BaseModel):
 
 
 class RetentionSettings(BaseModel):
-    """Limits for rows in the log that no reader needs any more: their age and their size."""
+    """Limits for the age and size of rows that no reader needs any more."""
 
     model_config = _FROZEN
     age: Age = 7 * 86_400.0
@@ -195,7 +195,7 @@ class LogSettings(BaseModel):
 
 
 class EvolutionSettings(BaseModel):
-    """What to do about each kind of schema change; see docs/guides/evolution.md."""
+    """The policy for each kind of schema change; see docs/guides/evolution.md."""
 
     model_config = _FROZEN
     add: Literal["apply", "stop", "refresh"] = "apply"
@@ -329,7 +329,7 @@ class TablesSettings(BaseModel):
                     )
 
     def _all_and_rules(self) -> Iterator[tuple[Loc, TablesSettings | TableRuleSettings]]:
-        """Yield the settings for all tables and for some, each with its path in the file."""
+        """Yield the settings for all tables and for some, with their paths."""
         yield (), self
         for glob, rule in self.rules.items():
             yield ("rules", glob), rule
