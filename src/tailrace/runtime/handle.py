@@ -38,18 +38,18 @@ def require_distinct_tables(tables: Iterable[TableId]) -> tuple[TableId, ...]:
     """
     if not isinstance(tables, Iterable):
         raise ConfigError("tables are not a list", found=type(tables).__name__, hint="Pass `[TableId(…)]`.")
-    found = tuple(tables)
-    for table in found:
+    checked = tuple(tables)
+    for table in checked:
         if not isinstance(table, TableId):
             raise ConfigError(
                 "table is not a `TableId`",
                 found=type(table).__name__,
                 hint='Pass schema and name separately: `[TableId("public", "orders")]`.',
             )
-    twice = next((table for table in found if found.count(table) > 1), None)
+    twice = next((table for table in checked if checked.count(table) > 1), None)
     if twice is not None:
         raise ConfigError("table is named twice", table=twice, hint="Name it once: all its rows would be read twice.")
-    return found
+    return checked
 
 
 class Control:

@@ -65,22 +65,22 @@ class TransformRunner:
         """Return the rows that the rules let through, each with its `_seq`."""
         return tuple(batches) if self._plan is None else self._plan.apply_all(batches, self._take_dead_letter)
 
-    def _take_dead_letter(self, letter: DeadLetter) -> None:
+    def _take_dead_letter(self, dead_letter: DeadLetter) -> None:
         assert self._on_letter is not None, "a rule makes dead letters only with it"
-        table, rows = letter.batch.schema.table, len(letter.batch)
+        table, rows = dead_letter.batch.schema.table, len(dead_letter.batch)
         try:
-            self._on_letter(letter)
+            self._on_letter(dead_letter)
         except TailraceError:
             raise
         except Exception as error:  # the caller's own code
             raise SinkError(
                 "`on_letter` failed on dead letters",
-                rule=letter.rule,
+                rule=dead_letter.rule,
                 table=table,
                 rows=rows,
                 hint="Fix `on_letter`. For a failure that passes with time, raise `SinkUnready` in it.",
             ) from error
-        self._notify(RowsDeadLettered(rule=letter.rule, table=table, rows=rows, cause=letter.cause))
+        self._notify(RowsDeadLettered(rule=dead_letter.rule, table=table, rows=rows, cause=dead_letter.cause))
 
     def report_unmatched(self) -> None:
         """Report the rules that matched nothing."""

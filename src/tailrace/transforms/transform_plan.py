@@ -106,10 +106,10 @@ class TablePlan:
     _routed: dict[TableId, TableSchema] = field(default_factory=dict)
 
     def run(self, rows: RowImages) -> list[tuple[TableSchema, RowImages]]:
-        lots: list[RoutedRows] = [(None, rows)]
+        routed: list[RoutedRows] = [(None, rows)]
         for step in self.steps:
-            lots = [routed for lot in lots for routed in step.route(lot)]
-        return [(self.schema_for(table), some) for table, some in lots if some.count]
+            routed = [result for item in routed for result in step.route(item)]
+        return [(self.schema_for(table), some) for table, some in routed if some.count]
 
     def schema_for(self, table: TableId | None) -> TableSchema:
         """Return the schema for rows sent to a table; None means the default target."""
@@ -232,11 +232,11 @@ class TransformPlan:
         plan = self.table_plan(batch.schema)
         if not plan.steps:
             return TransformResult(batches=(batch,))
-        lots = plan.run(open_batch(batch))
-        self._halt(plan.source, lots, batch)
+        routed = plan.run(open_batch(batch))
+        self._halt(plan.source, routed, batch)
         dead_letters, rejected = [], np.zeros(len(batch), np.bool_)
         old_halves = np.zeros(len(batch), np.bool_)
-        for _, rows in lots:
+        for _, rows in routed:
             for failure in rows.failures:
                 new_failures = (
                     failure.rows & ~rejected[rows.source_rows]
@@ -247,10 +247,10 @@ class TransformPlan:
                     old = _old_halves(batch, failed, rejected)
                     old_halves[old] = rejected[old] = True
                     dead_letters.append(_dead_letter(failure, batch, np.sort(np.concatenate([failed, old]))))
-        for _, rows in lots:
+        for _, rows in routed:
             rows.take(~(rows.failed_rows | old_halves[rows.source_rows]))
         return TransformResult(
-            batches=tuple(to_batch(rows, schema) for schema, rows in lots if rows.count),
+            batches=tuple(to_batch(rows, schema) for schema, rows in routed if rows.count),
             dead_letters=tuple(dead_letters),
         )
 
@@ -259,11 +259,11 @@ class TransformPlan:
         plan = self.table_plan(batch.schema)
         if not plan.steps:
             return (batch,)
-        lots = plan.run(open_batch(batch))
-        self._halt(plan.source, lots, batch)
-        for schema, rows in lots:
+        routed = plan.run(open_batch(batch))
+        self._halt(plan.source, routed, batch)
+        for schema, rows in routed:
             _mark(schema, rows)
-        return tuple(to_batch(rows, schema) for schema, rows in lots)
+        return tuple(to_batch(rows, schema) for schema, rows in routed)
 
     def apply_all(self, batches: Sequence[ChangeBatch], on_letter: OnDeadLetter) -> tuple[ChangeBatch, ...]:
         """Return the batches transformed, each row with its `_seq`.
@@ -305,15 +305,15 @@ class TransformPlan:
         plan = self.table_plan(schema)
         if not plan.steps:
             return data
-        lots = plan.run(open_snapshot_rows(schema, data))
-        for _, rows in lots:
+        routed = plan.run(open_snapshot_rows(schema, data))
+        for _, rows in routed:
             for failure in rows.failures:
                 hint = HALT_HINT if self._policy[failure.rule] == "halt" else LOAD_HINT
                 raise _transform_error(plan.source, failure, None, hint) from failure.error
         fields = pa.schema(plan.target.row_fields())
         parts = [
             pa.RecordBatch.from_arrays([rows.after.columns[name] for name in fields.names], schema=fields)
-            for rows in _rows_to_load(plan, lots, into)
+            for rows in _rows_to_load(plan, routed, into)
         ]
         return pa.concat_batches(parts) if parts else pa.RecordBatch.from_pylist([], fields)
 
@@ -327,15 +327,15 @@ class TransformPlan:
         plan = self.table_plan(schema)
         if not plan.steps:
             return data, unfit
-        lots = plan.run(open_snapshot_rows(schema, data, unfit))
-        for target, rows in lots:
+        routed = plan.run(open_snapshot_rows(schema, data, unfit))
+        for target, rows in routed:
             for failure in rows.failures:
                 if self._policy[failure.rule] == "halt":
                     raise _transform_error(plan.source, failure, None) from failure.error
             _mark(target, rows)
         fields = pa.schema(plan.target.row_fields())
         parts = [(pa.RecordBatch.from_pylist([], fields), pa.nulls(0, change.UNFIT_TYPE))]
-        for rows in _rows_to_load(plan, lots, into):
+        for rows in _rows_to_load(plan, routed, into):
             transformed = to_batch(rows, plan.target).data
             columns = [transformed.column(change.stored_name(name)) for name in fields.names]
             has_cells = change.UNFIT in transformed.schema.names
@@ -345,8 +345,8 @@ class TransformPlan:
             [cells for _, cells in parts]
         )
 
-    def _halt(self, schema: TableSchema, lots: list[tuple[TableSchema, RowImages]], batch: ChangeBatch) -> None:
-        for _, rows in lots:
+    def _halt(self, schema: TableSchema, routed: list[tuple[TableSchema, RowImages]], batch: ChangeBatch) -> None:
+        for _, rows in routed:
             for failure in rows.failures:
                 if self._policy[failure.rule] == "halt":
                     raise _transform_error(
@@ -384,15 +384,17 @@ def _plan_of(transforms: Transforms, with_names: bool) -> TransformPlan:
     return TransformPlan(transforms, names=OutputTables(transforms.rules) if with_names else None)
 
 
-def _rows_to_load(plan: TablePlan, lots: list[tuple[TableSchema, RowImages]], into: TableId | None) -> list[RowImages]:
+def _rows_to_load(
+    plan: TablePlan, routed: list[tuple[TableSchema, RowImages]], into: TableId | None
+) -> list[RowImages]:
     """Return the rows of the table that is loaded. A row may reach one table in several ways."""
-    if into is None and any(target is not plan.target for target, _ in lots):
+    if into is None and any(target is not plan.target for target, _ in routed):
         raise Unsupported(
             "rows of one table would be loaded into several",
             table=plan.source.table,
             hint="Name the table to load in `into`.",
         )
-    return [rows for target, rows in lots if into is None or target.table == into]
+    return [rows for target, rows in routed if into is None or target.table == into]
 
 
 def _position(batch: ChangeBatch, row: int) -> str | None:
