@@ -28,7 +28,7 @@ from tailrace.model.schema import TableId, TableSchema
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a source can do. A request beyond it is an error, never ignored."""
+    """The abilities of a source. A request beyond it is an error, never ignored."""
 
     live: bool
     snapshot: bool
@@ -51,7 +51,7 @@ class SourceId:
 
 @dataclass(frozen=True, kw_only=True)
 class Lag:
-    """How far the source log extends beyond the confirmed position."""
+    """The distance from the confirmed position to the end of the source log."""
 
     end: Lsn
     confirmed: Lsn | None
@@ -184,7 +184,10 @@ class TimelineStream(Stream, HasTimeline, Protocol):
 
 @runtime_checkable
 class SchemaAwareSource(Protocol):
-    """A source that needs the last known schemas of its tables, because rows may be of a dropped one."""
+    """A source that needs the last known schemas of its tables.
+
+    Its rows may be of a table that was dropped since.
+    """
 
     def remember_schemas(self, schemas: Sequence[TableSchema]) -> None: ...
 
@@ -205,9 +208,10 @@ class ScanPiece:
 
 
 class Scan(Protocol):
-    """Tables being read: in one snapshot before the stream, or *live*, chunk by chunk during it.
+    """A read of whole tables, before the stream or during it.
 
-    With one snapshot the stream begins at `start`. One thread uses a scan.
+    Before the stream it is one snapshot; *live*, it is chunk by chunk. With one snapshot the stream begins at `start`.
+    One thread uses a scan.
 
     Order: tables in the given order, the rows of each in the order of its key. Repetition: a scan resumed from a record
     yields nothing that the record acknowledges, and all the rest. A row is never older than the transactions passed to
@@ -219,10 +223,12 @@ class Scan(Protocol):
         """The position where the stream begins."""
 
     def record(self) -> Mapping[str, Any]:
-        """Return a record to resume from, as long as no row is acknowledged; small, and fit for JSON."""
+        """Return a record to resume from, as long as no row is acknowledged. It is small, and fit for JSON."""
 
     def begin(self, delivered: Collection[int]) -> bool:
-        """Begin the next chunk, unless one is under way, in a snapshot that sees all these transactions.
+        """Begin the next chunk in a snapshot that sees all these transactions.
+
+        Nothing happens if a chunk is under way.
 
         False if there is no such snapshot yet: call again later.
         """

@@ -61,7 +61,7 @@ class MemoryTables:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryScanProgress:
-    """What was acknowledged: tables before `table_index`, and of that table all keys up to `after_key`."""
+    """The acknowledged part: tables before `table_index`, and of that table all keys up to `after_key`."""
 
     tables: tuple[TableId, ...]
     incremental: bool
@@ -104,7 +104,7 @@ class MemoryScan:
         self.start = first[1]
         self._view, self._first = view, first if fresh and not progress.incremental else None
         for table in progress.tables[progress.table_index :]:
-            schema = first[0].get(table).schema  # a missing table is reported now, not when its turn comes
+            schema = first[0].get(table).schema  # a missing table is reported now, not later
             if progress.incremental and not schema.key:
                 raise Unsupported(
                     "a keyless table cannot be read while the stream runs",

@@ -88,7 +88,7 @@ class _MemoryTransaction:
         return sum(len(batch) for batch in self.batches)
 
     def part_end(self, begin: int, rows: int) -> int:
-        """Return the end of a part of that many rows; the two rows of a key move stay together."""
+        """Return the end of a part of that many rows. The two rows of a key move stay together."""
         end, index = begin + rows, 0
         for batch in self.batches:
             at, index = end - index, index + len(batch)
@@ -203,7 +203,7 @@ class MemoryCapture:
             return self._end
 
     def quiet(self, size_bytes: int) -> Lsn:
-        """Move the log on without a change, as writes to uncaptured tables do; return its end."""
+        """Move the log on without a change, as writes to uncaptured tables do. Return its end."""
         require_integer("size_bytes", size_bytes, least=0)
         with self._changed:
             self._end = Lsn(self._end.value + size_bytes)

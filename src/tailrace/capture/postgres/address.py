@@ -20,7 +20,7 @@ ENCODE_HINT = "Percent-encode special characters in user and password (`@` is %4
 
 
 class UrlProblem(enum.Enum):
-    """What is wrong with a URL, in words that contain no part of it."""
+    """A problem of a URL, in words that contain no part of it."""
 
     FORM = "must be a URL that begins with `postgresql://`"
     SPACE = "must not have spaces or control characters"

@@ -1,7 +1,8 @@
-"""Turns the rows of a window into one batch per table: find every value, then convert each type in one pass.
+"""Turns the rows of a window into one batch per table.
 
-The cost is in the calls, not in the rows, and a window may touch hundreds of tables. So the columns of all tables that
-have one type are placed end to end and converted together. Each batch takes its slices of the result.
+First every value is found, then each type is converted in one pass. The cost is in the calls, not in the rows, and a
+window may touch hundreds of tables. So the columns of all tables that have one type are placed end to end and converted
+together. Each batch takes its slices of the result.
 
 An unsent value (`ABSENT`) is not null. It is taken from the old row where the server sent that, else named in
 `_unchanged`. A value that its column's type cannot hold is null in the column, and its text is in `_unfit`; it is never
@@ -63,7 +64,9 @@ def _cells(
     size: Ints,
     absent: Ints,
 ) -> None:
-    """Find every value of the rows: in the tuple at `first`, and unsent ones in the tuple at `second`.
+    """Find every value of the rows.
+
+    Values are in the tuple at `first`; unsent ones may be in the tuple at `second`.
 
     `second` matters where the server sent the old row too: a large value that did not change is only there.
 
@@ -134,7 +137,7 @@ class TableLayout:
         self._fields: dict[tuple[str, ...], pa.Schema] = {}
 
     def fields_with(self, optional: tuple[str, ...], *, position: bool) -> pa.Schema:
-        """Return the Arrow schema of a batch with these optional columns, and with or without `_position`."""
+        """Return the Arrow schema of a batch with these optional columns."""
         key = (*optional, change.POSITION) if position else optional
         if key not in self._fields:
             left_out = {change.POSITION, *change.OPTIONAL} - set(key)
@@ -144,7 +147,7 @@ class TableLayout:
 
 @dataclass(frozen=True)
 class _CellLayout:
-    """The index of every column's cells in every batch: columns of one type are end to end."""
+    """The index of every column's cells in every batch. Columns of one type are end to end."""
 
     begins: Ints
     columns_at: Ints
@@ -164,7 +167,7 @@ def build_batches(
     begins: Ints,
     text: TextHandling,
 ) -> list[ChangeBatch]:
-    """Return a batch for each schema: batch k has the rows in `order` from `begins[k]` to `begins[k + 1]`."""
+    """Return a batch for each schema. Batch k has the rows in `order` from `begins[k]` to `begins[k + 1]`."""
     new, old, how, op = rows.new[order], rows.old[order], rows.flags[order], rows.op[order]
     cells = _lay_out(layouts, begins)
     absent = np.zeros(len(layouts), np.int64)
@@ -301,7 +304,7 @@ def _share_out(
 
 
 def _find_cells(b: Bytes, schema: TableSchema, tuples: Ints) -> list[Cells]:
-    """Return the values of whole tuples of one table, column by column; nulls where there is no tuple."""
+    """Return the values of whole tuples of one table, column by column. Nulls where there is no tuple."""
     columns, n = len(schema.columns), tuples.size
     at, size = np.zeros(columns * n, np.int64), np.empty(columns * n, np.int64)
     none, places = np.full(n, -1, np.int64), np.arange(columns, dtype=np.int64) * n
@@ -321,7 +324,7 @@ class UnfitCells:
 def convert_noting_unfit(
     cells: Cells, column: Column, name: str, unfit: list[UnfitCells], text: TextHandling
 ) -> pa.Array:
-    """Return the cells as a column, null where they do not fit; add those to `unfit`."""
+    """Return the cells as a column, null where they do not fit. Add those to `unfit`."""
     converted = check_text(values.convert_cells(cells, column.type), text)
     if converted.unfit.size:
         rows = converted.unfit
@@ -352,7 +355,7 @@ def _optional(
     unfit: list[UnfitCells],
     text: TextHandling,
 ) -> dict[str, pa.Array]:
-    """Build the columns that most batches do not need; leave out those that are null in every row."""
+    """Build the columns that most batches do not need. Leave out those that are null in every row."""
     columns: dict[str, pa.Array] = {}
     if absent:
         places = cell_layout.places[cell_layout.columns_at[k] : cell_layout.columns_at[k + 1]]
@@ -387,7 +390,7 @@ def _old(
     unfit: list[UnfitCells],
     text: TextHandling,
 ) -> pa.Array:
-    """Return the old tuple as a struct of the named columns; null where there is none.
+    """Return the old tuple as a struct of the named columns. Null where there is none.
 
     Unfit values are recorded under the struct's name and the column's, e.g. `_before.price`.
     """

@@ -132,7 +132,7 @@ NAME_MAX = 255
 
 @dataclass(frozen=True, kw_only=True)
 class AnnouncedTable:
-    """What is known of a table before its types are looked up in the catalogue."""
+    """The known facts of a table before its types are looked up in the catalogue."""
 
     table: TableId
     oid: int
@@ -168,7 +168,7 @@ class SourceTable:
     rows_estimated: int
     ancestors: tuple[int, ...]
     origin: TableId | None = None
-    """Its name at the source, where rules send its rows to a table of another name."""
+    """Its name at the source, where rules change the name of its rows' table."""
 
     @property
     def identity_note(self) -> str | None:
@@ -255,7 +255,7 @@ class Catalogue:
         return self._schemas([announced], publications or (), {})[0]
 
     def definition_versions(self, tables: Sequence[TableId]) -> dict[TableId, str]:
-        """Return, for each table that exists, a text that changes with its definition or its storage."""
+        """Return, per existing table, a text that changes with its definition or storage."""
         names = [[table.schema for table in tables], [table.name for table in tables]]
         return {tables[ordinal - 1]: stamp for ordinal, stamp in self._rows(_STAMPS, tuple(names))}
 
@@ -295,7 +295,7 @@ class Catalogue:
     def describe_messages(
         self, messages: Sequence[bytes], publications: Sequence[str], known: Mapping[int, TableSchema]
     ) -> list[TableSchema]:
-        """Return the schemas that relation messages announce; all at once, because a start announces each of many
+        """Return the schemas that relation messages announce. All at once, because a start announces each of many
         tables.
 
         The rows may be older than what the catalogue shows. A message lacks some facts: a key that it does not flag,
@@ -314,7 +314,7 @@ class Catalogue:
 
     @contextmanager
     def one_view(self) -> Iterator[None]:
-        """Run all queries inside as of one moment; where a transaction is open, that one decides."""
+        """Run all queries inside as of one moment. Where a transaction is open, that one decides."""
         if self._connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
             yield
             return

@@ -39,7 +39,7 @@ From here on, key ranges are read as fast as pages.
 
 
 class ChunkKind(enum.Enum):
-    """What the chunks of a plan are ranges of."""
+    """The kind of ranges that the chunks of a plan are."""
 
     PLACE = "place"
     KEY = "key"
@@ -154,8 +154,10 @@ class Plan:
 
 FILE = """coalesce(nullif(pg_relation_filenode(c.oid), 0)::int8, (
   select (-sum(pg_relation_filenode(t.relid)::int8))::int8 from pg_partition_tree(c.oid) t where t.isleaf), 0)"""
-"""Detects a rewrite of the table `c`: its file, or, as a negative number, a sum over the files of all its
-partitions."""
+"""Detects a rewrite of the table `c`.
+
+It is the table's file or, as a negative number, a sum over the files of all its partitions.
+"""
 
 # For a partitioned table the partitions whose changes are in the server's log, if we may read each of them. Otherwise,
 # and for any other table, the table itself: its children, if it has any, are tables of their own.
@@ -243,7 +245,9 @@ def _key_of(connection: psycopg.Connection, leaf: Leaf, schema: TableSchema) -> 
 
 
 def _bounds(connection: psycopg.Connection, leaf: Leaf, key: _Key, count: int) -> tuple[list[tuple[str, ...]], bool]:
-    """Return keys that cut the leaf into parts of about the same size, and whether it is in key order on disk.
+    """Return keys that cut the leaf into parts of about the same size.
+
+    Also return whether the leaf is in key order on disk.
 
     They are from a sample of whole pages: reading those costs the same for a table of any size.
     """
@@ -277,7 +281,7 @@ def _by_key(leaf: Leaf, key: _Key, bounds: list[tuple[str, ...]], numbers: itert
 
 
 def _by_place(leaf: Leaf, size: int, numbers: itertools.count[int], cut: ChunkKind) -> list[Chunk]:
-    """Return ranges of pages; one chunk if the leaf is small or has no usable key.
+    """Return ranges of pages. It is one chunk if the leaf is small or has no usable key.
 
     The last range is open, for a table grows.
     """
@@ -294,7 +298,7 @@ def _by_place(leaf: Leaf, size: int, numbers: itertools.count[int], cut: ChunkKi
 
 
 def key_texts(scalar: pa.Scalar) -> tuple[str, ...]:
-    """Return each text that the value may have at the source, the least first; of a list's elements only that.
+    """Return each text that the value may have at the source, the least first. Of a list's elements it is only that.
 
     The server reads each text as this very value, whatever the type and in any year. Infinity at the source is the last
     moment here, and minus infinity the first (`capture/postgres/values.py`). So such a moment may have been either, and
@@ -330,7 +334,7 @@ def _moments(count: int, unit: Literal["D", "us"], ends: tuple[int, int], *, zon
 
 
 def _moment(count: int, unit: Literal["D", "us"], zone: str) -> str:
-    """Return a date or a time as text, in any year: Python's calendar has only those from 1 to 9999."""
+    """Return a date or a time as text, in any year. Python's calendar has only those from 1 to 9999."""
     text = str(np.datetime64(count, unit)).replace("T", " ")
     year, rest = text[: text.index("-", 1)], text[text.index("-", 1) :] + zone
     return f"{year}{rest}" if int(year) > 0 else f"{1 - int(year):04}{rest} BC"

@@ -1,4 +1,4 @@
-"""Settings of a PostgreSQL capture: plain data, so that they can be pickled and sent anywhere."""
+"""Settings of a PostgreSQL capture. They are plain data, so they can be pickled and sent anywhere."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PostgresSettings:
     origins: bool = True
     """Capture also changes that were replicated to this server, not only those made here."""
     invalid_text_replaced: bool = False
-    """Replace invalid bytes of a database without an encoding by `�`; otherwise such values are unfit."""
+    """Replace invalid bytes of a database without an encoding by `�`. Otherwise such values are unfit."""
     standby: str | None = field(default=None, repr=False)
     """The URL of a standby that chunks are read from; None: the source itself."""
     slot: str

@@ -1,4 +1,4 @@
-"""Opens connections with our own session settings, so no default can change how a value is printed.
+"""Opens connections with our own session settings. No default can change how a value is printed.
 
 A role, a database or the server may have such defaults. Server errors become Tailrace errors here, with the remedy. A
 URL's password never leaves this module.
@@ -45,7 +45,7 @@ SESSION = (
     # A load filtered by a policy would be wrong; with this the server refuses instead.
     "SET row_security = off"
 )
-"""The settings that decide how values are printed, and those that could end a long read."""
+"""Session settings that decide how values are printed, or could end a long read."""
 
 _AS_IT_IS = "SET client_encoding = 'SQL_ASCII'"
 
@@ -92,7 +92,7 @@ def connect_replication(url: str) -> PGconn:
 
 @contextmanager
 def unchecked_text(connection: PGconn) -> Iterator[None]:
-    """Make a server without an encoding send its texts unchecked inside; any other sends UTF-8 as always.
+    """Make a server without an encoding send its texts unchecked inside. Any other sends UTF-8 as always.
 
     Asked for UTF-8, a server without an encoding refuses a text that is not UTF-8, and with it the whole read.
     """
@@ -110,7 +110,7 @@ def has_no_encoding(connection: PGconn) -> bool:
 
 
 def command(connection: PGconn, text: str) -> list[str | None]:
-    """Run a command on a replication session; return the first row of its result, if any."""
+    """Run a command on a replication session. Return the first row of its result, if any."""
     return _first_row(connection.exec_(text.encode()))
 
 
@@ -164,11 +164,11 @@ def redacted_url(url: str) -> str:
 
 
 INSUFFICIENT_PRIVILEGE = "42501"
-"""SQLSTATE of a statement that the role has no right to run; the error has it as a field."""
+"""SQLSTATE of a statement that the role has no right to run. The error has it as a field."""
 
 
 def map_error_text(message: str, url: str = "", state: str = "") -> TailraceError:
-    """Return the Tailrace error for the server's own message, and its SQLSTATE where there is one."""
+    """Return the Tailrace error for the server's own message and SQLSTATE."""
     text = " ".join(message.split())
     fields = {"source": redacted_url(url)} if url else {}
     for meaning in _ERROR_MAPPINGS:
@@ -199,7 +199,7 @@ def map_error_text(message: str, url: str = "", state: str = "") -> TailraceErro
 
 
 class _ErrorMapping(NamedTuple):
-    """How one of the server's errors is recognized, by text or SQLSTATE, and what it becomes."""
+    """A rule for one of the server's errors: its text or SQLSTATE, and our error."""
 
     kind: type[TailraceError]
     message: str

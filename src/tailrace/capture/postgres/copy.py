@@ -48,7 +48,7 @@ def copy_rows(
     deadline: float,
     invalid_text_replaced: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the table's columns of the rows that `source` names (`from … where …`), in bounded batches.
+    """Yield the table's columns in bounded batches, for the rows that `source` names (`from … where …`).
 
     Stops with an error at the deadline (of the monotonic clock). The connection must be in a transaction.
     """

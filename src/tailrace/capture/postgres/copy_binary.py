@@ -1,12 +1,11 @@
-"""Turns COPY's binary format into Arrow batches: every value is moved once, from the wire to Arrow's memory.
+"""Turns COPY's binary format into Arrow batches. Every value is moved once, from the wire to Arrow's memory.
 
 One pass over a piece measures it and checks every length. So memory is allocated once, and the second pass needs no
 checks of its own. A column's type is data, so two kernels read every table. A type without a kernel here is sent as its
 text and read by the kernels that read the stream's.
 
-The binary value must equal the text value: byte for byte the one that the stream has.
-https://www.postgresql.org/docs/current/sql-copy.html describes the format; each value's layout is defined by its type's
-`send` function.
+The binary value must equal the text value: byte for byte the one that the stream has. The format:
+https://www.postgresql.org/docs/current/sql-copy.html. Each value's layout is defined by its type's `send` function.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ _FITS, _ABSENT, _UNFIT, _BROKEN = 0, 1, 2, 3
 
 
 def binary_kind(number: int, modifier: int, wanted: pa.DataType) -> int:
-    """Return how a column with this type number can be sent, if it is wanted as this Arrow type."""
+    """Return how a column of this type number is sent, to become this Arrow type."""
     kind = KINDS.get(number, PRINTED)
     if arrow_type(number, modifier) != wanted or (kind == DECIMAL and not pa.types.is_decimal(wanted)):
         return PRINTED
@@ -384,12 +383,12 @@ class BinaryRows:
         self._limits = np.array(limits, np.uint64).reshape(-1)
 
     def batches(self, pieces: Iterable[tuple[Bytes, int]]) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of pieces with whole rows; the first begins with COPY's head, the last has its end."""
+        """Yield the rows of pieces with whole rows. The first piece begins with COPY's head, the last has its end."""
         for found in self._measured(pieces):
             yield self._batch(*found)
 
     def marked(self, pieces: Iterable[tuple[Bytes, int]]) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
-        """Yield all rows where every column is printed, null where a value does not fit, and their `_unfit`."""
+        """Yield all rows and their `_unfit`, where every column is printed. Unfit values are null in the rows."""
         assert (self._kinds == PRINTED).all(), "the text of an unfit value is needed"
         for buffer, at, rows, totals in self._measured(pieces):
             filled, unfit = self._filled(buffer, at, rows, totals), list[UnfitCells]()

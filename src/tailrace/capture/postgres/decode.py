@@ -48,9 +48,15 @@ from tailrace.model.schema import TableSchema
 from tailrace.model.system_streams import MESSAGE_STREAM
 
 BATCH_BYTES_MAX = 256 << 20
-"""Limit in wire bytes: keeps a string column of one batch under Arrow's 2 GiB even where a value is repeated."""
+"""Limit of a batch in wire bytes.
+
+Keeps a string column under Arrow's 2 GiB even where a value is repeated.
+"""
 BATCH_CELLS_MAX = 4 << 20
-"""Limit in cells: a value takes 16 bytes while it is looked for, and a null takes one on the wire."""
+"""Limit of a batch in cells.
+
+A value takes 16 bytes while it is looked for, and a null takes one on the wire.
+"""
 PREFIXES_MAX = 1024
 """Number of message prefixes for which the answer of `wanted` is cached."""
 Describe = Callable[[Sequence[bytes]], Sequence[TableSchema]]
@@ -65,7 +71,7 @@ _MESSAGE_SLOT = 0
 _INSIDE = 0
 """1 while a transaction is under way."""
 _INDEX = 1
-"""How many rows it has so far."""
+"""Number of its rows so far."""
 _FINAL, _TIME, _XID = 2, 3, 4
 """From its beginning: where its commit is, its time, and its id. The id outlasts the transaction."""
 
@@ -79,12 +85,12 @@ _OID, _SLOT_OF = 0, 1
 _COLUMNS, _KEYS_AT = 0, 1
 
 _UNKNOWN, _MALFORMED = -1, -2
-"""Returned by a kernel in place of a count: a change of an undescribed table; invalid bytes."""
+"""Codes that a kernel returns instead of a count: undescribed table, invalid bytes."""
 
 
 @kernel
 def _survey(b: Bytes, starts: Ints, messages: Word, special: Ints) -> tuple[Word, Word]:
-    """Find the messages that need Python, and how many rows the rest can make at most."""
+    """Find the messages that need Python, and the most rows the rest can make."""
     found, rows = 0, 0
     for m in range(messages):
         kind = b[starts[m]]
@@ -128,7 +134,7 @@ def _skip_tuple(b: Bytes, i: Word, end: Word) -> Word:
 
 @kernel
 def _key_moved(b: Bytes, new: Word, old: Word, keys: Bytes, begin: Word, end: Word) -> bool:
-    """Return whether a key column differs between the two tuples; an unsent value is the same.
+    """Return whether a key column differs between the two tuples. An unsent value counts as the same.
 
     `keys[begin:end]` marks the columns of the key.
     """
@@ -195,7 +201,9 @@ def _put(what: Any, where: Ints, row: Word, slot: Word, op: Word, how: Word, tx:
 
 @kernel
 def _tuples(b: Bytes, i: Word, end: Word, columns: Word) -> tuple[Word, Word, Word]:
-    """Return the offsets of the change's old and new row at `i`, -1 if not sent, and `FULL_BEFORE`.
+    """Return the offsets of the change's old and new row at `i`, and `FULL_BEFORE`.
+
+    An offset is -1 if the row was not sent.
 
     `FULL_BEFORE` is set for an update that has its whole old row. `_MALFORMED` if the tuples do not fit there, or do
     not have that many columns.
@@ -219,7 +227,7 @@ def _tuples(b: Bytes, i: Word, end: Word, columns: Word) -> tuple[Word, Word, Wo
 def _truncate(
     b: Bytes, i: Word, end: Word, known: Ints, what: Any, where: Ints, rows: Word, tx: Word, first: Word
 ) -> Word:
-    """Return the number of rows after the truncate at `i`, one per table; or what is wrong with it."""
+    """Return the number of rows after the truncate at `i`, or an error code. It makes one row per table."""
     if end - i < 6 or end - i < 6 + 4 * u32(b, i + 1):
         return _MALFORMED
     for k in range(u32(b, i + 1)):
@@ -346,7 +354,7 @@ def _assign(
 
 @kernel
 def _is_over(under_way: Ints, after: Word) -> bool:
-    """Return whether the transaction under way ends at or before `after`, by what its beginning says.
+    """Return whether the transaction under way ends at or before `after`. Its beginning says so.
 
     That is where its commit record begins, and `after` is never inside a record.
     """
@@ -410,7 +418,7 @@ class Decoder:
         )
 
     def decode_part(self, b: Bytes, starts: Ints, messages: int, after: Lsn) -> Window | None:
-        """Return the open window of these messages, all of one transaction that does not end among them.
+        """Return the open window of these messages. All are of one transaction that does not end among them.
 
         None if they make no row, as in every part of a transaction that ends at or before `after`.
         """
@@ -536,7 +544,10 @@ class Decoder:
 
 
 def _layout(layouts: Sequence[TableLayout]) -> tuple[Ints, Bytes]:
-    """Return the layout of all schemas for the kernels: column counts, where keys begin, which columns are keys."""
+    """Return the layout of all schemas for the kernels.
+
+    It has column counts, where keys begin, and which columns are keys.
+    """
     schemas = [layout.schema for layout in layouts]
     columns = [len(schema.columns) for schema in schemas]
     keys = np.array([name in schema.key for schema in schemas for name in schema.names], np.uint8)

@@ -24,7 +24,7 @@ TEXT_HINT = (
 
 
 class TextHandling(enum.Enum):
-    """What to expect of the texts that a server sends."""
+    """The handling of the texts that a server sends."""
 
     SOUND = enum.auto()
     """All are UTF-8."""
@@ -55,7 +55,7 @@ def check_text(typed: ConvertedColumn, text: TextHandling) -> ConvertedColumn:
 
 
 def _mended(typed: ConvertedColumn, text: TextHandling) -> ConvertedColumn:
-    """Check the values one by one: it happens rarely, and in databases of a rare kind."""
+    """Check the values one by one. It happens rarely, and in databases of a rare kind."""
     kind = typed.column.type
     plain = typed.column.cast(pa.list_(pa.binary()) if pa.types.is_list(kind) else pa.binary())
     texts, unfit = [], set(typed.unfit.tolist())

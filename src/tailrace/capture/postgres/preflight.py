@@ -126,7 +126,7 @@ def check_history(url: str, origin: SourceId, position: Lsn) -> None:
 
 
 def select_tables(connection: psycopg.Connection, settings: PostgresSettings) -> list[SourceTable]:
-    """Return the tables to capture: of a partitioned one its root, if that is wanted, and not the partitions.
+    """Return the tables to capture. Of a partitioned one that is its root, if that is wanted, and not the partitions.
 
     A publication that is not ours decides alone. Without `publish_via_partition_root` it publishes the partitions, each
     as a table of its own; then those are captured and the root is not.
@@ -141,7 +141,7 @@ def select_tables(connection: psycopg.Connection, settings: PostgresSettings) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Uncapturable:
-    """A relation that a pattern can match and whose changes are not in the server's log."""
+    """A relation that a pattern can match but the server does not log."""
 
     table: TableId
     kind: str
@@ -213,7 +213,7 @@ def explain_uncapturable(connection: psycopg.Connection, settings: PostgresSetti
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedTables:
-    """Tables that are about to be added to a publication of ours, or are in one."""
+    """Tables that are in a publication of ours, or about to be added."""
 
     tables: tuple[tuple[TableId, int], ...]
     """Each with the server's number for it."""
@@ -462,7 +462,7 @@ def _slot(connection: psycopg.Connection, name: str) -> dict[str, str] | None:
 
 
 def terminate_slot_reader(connection: psycopg.Connection, name: str) -> None:
-    """End the server's process that reads the slot: one whose client hangs would hold it for long."""
+    """End the server's process that reads the slot. One whose client hangs would hold it for long."""
     ended = _value(
         connection,
         "select pg_terminate_backend(active_pid) from pg_replication_slots where slot_name = %s and active",
@@ -475,7 +475,7 @@ def terminate_slot_reader(connection: psycopg.Connection, name: str) -> None:
 def wait_for_slot(
     connection: psycopg.Connection, name: str, wait_seconds: float = SLOT_WAIT_SECONDS_MAX, *, take_over: bool = False
 ) -> None:
-    """Wait until no process reads the slot: the server notices late that a reader was killed."""
+    """Wait until no process reads the slot. The server notices late that a reader was killed."""
     deadline = time.monotonic() + wait_seconds
     while True:
         if take_over:
@@ -547,7 +547,7 @@ def committed_until(connection: psycopg.Connection) -> Lsn:
 
 
 def server_time(connection: psycopg.Connection) -> int:
-    """Return the server's clock, in µs since 1970: what is committed by now has no later time."""
+    """Return the server's clock, in µs since 1970. What is committed by now has no later time."""
     return int(str(_value(connection, "select (extract(epoch from clock_timestamp()) * 1000000)::bigint")))
 
 

@@ -30,7 +30,10 @@ PARTITION_TREE_SQL = """(
 """A table and all partitions below it. The server's own `pg_partition_tree` locks each of them."""
 
 TEXT_AS_BYTES_SQL = "convert_to({text}, case getdatabaseencoding() when 'SQL_ASCII' then 'SQL_ASCII' else 'UTF8' end)"
-"""UTF-8, or the raw bytes of a database without an encoding: asked for text, it would refuse the whole answer."""
+"""UTF-8, or the raw bytes of a database without an encoding.
+
+Asked for text, such a database would refuse the whole answer.
+"""
 
 # A partitioned table has no rows, so its partitions know what older rows were filled with. The text of an array of one
 # element holds that element's text, quoted where the delimiter is a comma. An expression is printed without its table,
@@ -85,7 +88,7 @@ order by 1, 3
 def read_facts(
     run_query: RunQuery, publications: Sequence[str], announced: Sequence[tuple[int, AnnouncedColumns]]
 ) -> list[CatalogueFacts | None]:
-    """Return the facts of each announced table whose columns are exactly those that the catalogue shows."""
+    """Return the facts of each announced table whose columns the catalogue still shows."""
     oids = list({oid for oid, _ in announced})
     lists: dict[int, list[int]] = dict(run_query(_LISTED, (list(publications), oids)))
     shown: dict[int, list[_CatalogueColumn]] = {}

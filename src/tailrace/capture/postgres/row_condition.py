@@ -48,7 +48,7 @@ def require_valid_condition(connection: psycopg.Connection, schema: TableSchema,
 
 
 def _prepare(connection: psycopg.Connection, schema: TableSchema, query: bytes, *, as_element: bool = False) -> None:
-    """Let the server parse one statement, and check its names and types; several statements are an error."""
+    """Let the server parse one statement, and check its names and types. Several statements are an error."""
     session = connection.pgconn
     result = session.prepare(b"", query)
     if result.status == pq.ExecStatus.COMMAND_OK:

@@ -1,4 +1,4 @@
-"""Reads tables as of one position, or chunk by chunk, each as of its own position.
+"""Reads tables as of one position, or chunk by chunk with a position each.
 
 Exact: a temporary slot is created after the table is in the publication. It waits for every open transaction, and names
 the position. What committed before is in its exported snapshot, what commits after is in the stream, and nothing is in
@@ -216,7 +216,7 @@ def _take_barrier_snapshot(connection: psycopg.Connection, floor: Lsn) -> Barrie
 
 
 def _sent_position(connection: psycopg.Connection) -> Lsn:
-    """Return `_position`, but one that the stream will reach: what is not flushed is never sent."""
+    """Return `_position`, but one that the stream will reach. What is not flushed is never sent."""
     row = connection.execute("select pg_is_in_recovery()", prepare=False).fetchone()
     return _position(connection) if row and row[0] else committed_until(connection)
 
@@ -276,7 +276,7 @@ class SnapshotReader:
         return Catalogue(self._connection).describe(table, self._publications)
 
     def lock_chunk(self, schema: TableSchema, chunk: Chunk) -> Lsn:
-        """Lock the chunk's table while this reader is open; refuse it if it is not as the plan knows it.
+        """Lock the chunk's table while this reader is open. Refuse it if it is not as the plan knows it.
 
         Returns a position at or after the end of everything that this reader sees. Must be the first query: a snapshot
         of our own is taken here, under the lock.
@@ -336,7 +336,7 @@ class SnapshotReader:
         return matching == (len(numbers),)
 
     def position(self) -> Lsn:
-        """Return a position that the stream will reach, at or after the end of everything seen until now."""
+        """Return a position at or after everything seen until now. The stream will reach it."""
         return self._point or _sent_position(self._connection)
 
     def rows(
@@ -385,7 +385,7 @@ class SnapshotReader:
     def marked_rows(
         self, schema: TableSchema, chunk: Chunk, condition: str | None = None
     ) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
-        """Yield a chunk's rows, those with unfit values too, and for each batch the `_unfit` column.
+        """Yield a chunk's rows with their `_unfit` column, including rows with unfit values.
 
         In a session of its own, after `rows` has failed in this one; in the same snapshot if it has a name.
         """
@@ -463,7 +463,7 @@ class SnapshotReader:
         return sql.SQL(" where ").join([query, sql.SQL(" and ").join(conditions)]) if conditions else query
 
     def _table(self, schema: TableSchema) -> tuple[sql.Composable, list[int]]:
-        """Return the table as a whole, and its partitions whose changes are never in the server's log."""
+        """Return the table as a whole, and its partitions that the server does not log."""
         query = """
           select c.relkind = 'p', array(
             select l.oid::int8 from pg_partition_tree(c.oid) t join pg_class l on l.oid = t.relid

@@ -76,7 +76,7 @@ class PostgresCapture:
         return identify(self.settings.url)
 
     def prepare(self, position: Lsn | None, origin: SourceId | None = None, *, take_over: bool = False) -> Lsn | None:
-        """Create publication and slot; return the position where a new log begins, if it is new.
+        """Create publication and slot. Return the position where a new log begins, if it is new.
 
         `origin` is the history that `position` was read from. With `take_over`, another reader of the slot is ended.
         """
@@ -98,7 +98,7 @@ class PostgresCapture:
             return preflight.ensure_slot(connection, self.settings, position, take_over=take_over)
 
     def unprepare(self) -> None:
-        """Drop the slot that was just created for a new stream: no stored state has its position."""
+        """Drop the slot that was just created for a new stream. No stored state has its position."""
         if self.settings.slot_create:
             with self._connected() as connection:
                 preflight.drop_slot(connection, self.settings.slot)
@@ -113,7 +113,7 @@ class PostgresCapture:
             raise map_error(error, self.settings.url) from error
 
     def publish_new(self) -> None:
-        """Bring the publications in line with the tables that are wanted now, if those have changed."""
+        """Bring the publications in line with the wanted tables, if those have changed."""
         if not self.settings.publication_create:
             return
         with self._connected() as connection:
@@ -149,7 +149,7 @@ class PostgresCapture:
             return preflight.publications_by_table(connection, self.settings)
 
     def definition_versions(self, tables: Sequence[TableId]) -> dict[TableId, str]:
-        """Return, for each table that exists, a text that changes with its definition or its storage."""
+        """Return, per existing table, a text that changes with its definition or storage."""
         with self._connected() as connection:
             return Catalogue(connection).definition_versions(tables)
 
@@ -178,12 +178,12 @@ class PostgresCapture:
             return preflight.committed_until(connection)
 
     def server_time(self) -> int:
-        """Return the source's time, µs since 1970: everything committed until now has this time or an earlier one."""
+        """Return the source's time, µs since 1970. Everything committed until now has this time or an earlier one."""
         with self._connected() as connection:
             return preflight.server_time(connection)
 
     def live(self, after: Lsn, origin: SourceId | None = None) -> TimelineStream:
-        """Open the stream after a position of `origin`, or of the history it was prepared for.
+        """Open the stream after a position of `origin` or of the prepared history.
 
         The server behind the URL may have changed since.
         """
@@ -221,13 +221,13 @@ class PostgresCapture:
         )
 
     def plan(self, table: TableId, cut: ChunkKind, chunk_bytes: int) -> Plan:
-        """Return the table's chunks for its current files; to be called before the chunks' snapshot is taken."""
+        """Return the table's chunks for its current files. Call it before the chunks' snapshot is taken."""
         with self._connected() as connection:
             _wait_briefly(connection)
             return plan_table(connection, table, self.settings.publications, cut, chunk_bytes)
 
     def is_unchanged(self, plan: Plan) -> bool:
-        """Return whether the table's rows are still in the files that the plan was made for."""
+        """Return whether the table's rows are still in the files of the plan."""
         with self._connected() as connection:
             _wait_briefly(connection)
             now = find_leaves(connection, plan.schema)
@@ -255,7 +255,7 @@ class PostgresCapture:
         return open_transactions(self.settings.url)
 
     def chunk_reader(self, seconds_max: float, at_least: Lsn) -> SnapshotReader:
-        """Return a reader for a chunk in a snapshot of its own, from the standby if there is one."""
+        """Return a reader for a chunk in a snapshot of its own. It reads the standby, if there is one."""
         return SnapshotReader(
             self.settings.standby or self.settings.url,
             None,

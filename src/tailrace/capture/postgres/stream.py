@@ -1,4 +1,4 @@
-"""The live stream: one thread owns the replication connection and reads it lazily; the loop takes windows.
+"""The live stream: one thread owns and reads the replication connection. It reads lazily; the loop takes windows.
 
 What must hold: keep-alives are answered while the loop is busy or holds back. Nothing is confirmed that `confirm` was
 not called with. A delivered window is whole transactions, or a part of one that is too large to hold, and nothing else
@@ -39,7 +39,7 @@ WINDOW_BYTES = 8 << 20
 WINDOW_SECONDS = 0.010
 """A window closes at this age while changes trickle in."""
 WINDOW_SECONDS_BEHIND = 0.300
-"""A window closes at this age while there is a backlog: then larger commits are cheaper."""
+"""A window closes at this age while there is a backlog. Then larger commits are cheaper."""
 BIG_BYTES = 16 << 20
 """A transaction larger than this is delivered in parts of about this size.
 
@@ -87,15 +87,17 @@ class _MessageBuffer:
 
     @property
     def offered(self) -> tuple[int, int]:
-        """Bytes and messages to deliver: up to the end of the last whole transaction, or all if there is no whole
-        one."""
+        """Bytes and messages to deliver.
+
+        They reach to the end of the last whole transaction; without a whole one they are all.
+        """
         if self.whole:
             return int(self.state[wire.WHOLE_BYTES]), int(self.state[wire.WHOLE_MESSAGES])
         return int(self.state[wire.BYTES]), int(self.state[wire.MESSAGES])
 
     @property
     def end(self) -> Lsn:
-        """The position after the whole transactions; the kernels see its 64 bits as a signed word."""
+        """The position after the whole transactions. The kernels see its 64 bits as a signed word."""
         return Lsn(int(self.state[wire.END]) % (1 << 64))
 
     def make_room(self) -> None:
@@ -353,6 +355,6 @@ class PostgresStream:
 
 
 def _server_timeout(connection: PGconn) -> float:
-    """Return the seconds after which the server drops a silent reader; no time-out counts as a long one."""
+    """Return the seconds after which the server drops a silent reader. No time-out counts as a long one."""
     row = command(connection, "SELECT setting FROM pg_settings WHERE name = 'wal_sender_timeout'")
     return (int(row[0] or 0) if row else 0) / 1000 or 3600.0

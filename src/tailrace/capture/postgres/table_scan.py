@@ -1,7 +1,7 @@
-"""Reads tables for a runtime, chunk after chunk, with the same planner and barrier as a load by Spark.
+"""Reads tables for a runtime, chunk after chunk. Planner and barrier are those of a load by Spark.
 
 Bulk: first a plan, then one exported snapshot in which all chunks are read; the stream begins at its position. Resumed,
-or live beside a stream: each chunk has a snapshot of its own, taken after every open transaction has ended. Only a
+or live during a stream: each chunk has a snapshot of its own, taken after every open transaction has ended. Only a
 snapshot that sees everything delivered before is used.
 
 The rows of a table arrive in the order of its key, partition after partition. So the last key of the partition under
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ALTERED_MAX = 20
-"""How often a table may be altered between its plan and the snapshot."""
+"""Times that a table may be altered between its plan and the snapshot."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScanProgress:
-    """What was acknowledged: tables before `table_index`, and a part of that table.
+    """The acknowledged part: tables before `table_index`, and a part of that table.
 
     Of that table it is the partitions before `leaf`, and in `leaf` all keys up to `after_key`.
     """
@@ -310,7 +310,7 @@ def resume_scan(source: PostgresCapture, record: Mapping[str, Any]) -> PostgresS
 
 
 def require_published(source: PostgresCapture, tables: Sequence[TableId]) -> None:
-    """Refuse tables that the stream does not publish: what is written during the scan would be lost."""
+    """Refuse tables that the stream does not publish. What is written during the scan would be lost."""
     published = source.publications_by_table() if tables else {}
     for table in tables:
         if not published.get(table):
@@ -333,7 +333,7 @@ def _names(plan: Plan, chunk: Chunk) -> tuple[str, ...]:
 
 
 def _text(scalar: pa.Scalar) -> str:
-    """Return the text that the server reads as the value; the least one, if there are several.
+    """Return the text that the server reads as the value. It is the least one, if there are several.
 
     Then rows between the two are rather read twice than never.
     """

@@ -173,7 +173,7 @@ def _number(b: Bytes, i: Word, end: Word) -> tuple[Word, Word]:
 
 @kernel
 def _days(year: Word, month: Word, day: Word) -> Word:
-    """Return days from 1970 in the proleptic Gregorian calendar, for any year (year 0 is 1 BC)."""
+    """Return days from 1970 in the proleptic Gregorian calendar. Year 0 is 1 BC."""
     y = year - 1 if month <= 2 else year
     era = y // 400  # rounds down, before year 0 too
     of_era = y - era * 400
@@ -308,7 +308,7 @@ def _zone_at(b: Bytes, i: Word, end: Word) -> tuple[bool, Word, Word]:
 
 @kernel
 def _two(b: Bytes, i: Word) -> Word:
-    """Parse two digits; anything else is negative or too large for any part of a date."""
+    """Parse two digits. Anything else is negative or too large for any part of a date."""
     tens, ones = np.int64(b[i]) - 48, np.int64(b[i + 1]) - 48
     return tens * 10 + ones if 0 <= tens <= 9 and 0 <= ones <= 9 else -10_000
 
@@ -615,7 +615,7 @@ def _floats(cells: Cells, kind: pa.DataType) -> tuple[pa.Array, Bytes]:
     try:
         return pc.cast(column, kind), state
     except pa.ArrowInvalid:
-        # One invalid value fails the whole cast. It never comes from a server, so values are then cast one by one.
+        # One invalid value fails the whole cast. A server never sends one, so values are then cast one by one.
         pieces = []
         for place in range(len(column)):
             try:

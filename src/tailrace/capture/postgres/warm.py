@@ -1,4 +1,4 @@
-"""Loads or compiles every kernel by using it once, on bytes made here; no server is needed.
+"""Loads or compiles every kernel by using it once, on bytes made here. No server is needed.
 
 `make setup` calls this so that the first capture does not wait for the compiler.
 """

@@ -25,7 +25,7 @@ from tailrace.errors import SourceUnreachable
 from tailrace.kernels import kernel
 
 DRY, FULL, ENDED, BROKEN = 0, 1, 2, 3
-"""Why a drain returned: nothing more to read now; no room left; end of copy; the connection failed."""
+"""Reasons why a drain returns: nothing to read, no room, end of copy, failed connection."""
 
 # Indices of the state array that a drain reads and writes.
 BYTES, MESSAGES = 0, 1
@@ -38,7 +38,7 @@ OPEN = 5
 """Set while a transaction has begun and not ended."""
 REPLY_WANTED = 6
 PENDING, PENDING_SIZE = 7, 8
-"""A message that found no room: its address and length, taken first by the next drain."""
+"""A message that found no room: its address and length. The next drain takes it first."""
 STATE_SIZE = 9
 
 _ASYNC = 1
@@ -167,7 +167,7 @@ def drain_messages(libpq: Ints, connection: Word, b: Bytes, starts: Ints, state:
 
 @kernel
 def drain_copy(libpq: Ints, connection: Word, b: Bytes, state: Ints, bytes_max: Word) -> Word:
-    """Append the rows of a COPY to `b` until `bytes_max` are there or nothing more can be read."""
+    """Append the rows of a COPY to `b`, up to `bytes_max` or all that can be read."""
     out = np.zeros(1, np.int64)
     while True:
         at = state[BYTES]
