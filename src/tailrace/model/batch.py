@@ -38,7 +38,7 @@ class ChangeBatch:
         return int(self.data.num_rows)
 
     def with_all_columns(self) -> pa.RecordBatch:
-        """Return the rows with every optional column, filled with nulls where this batch leaves one out."""
+        """Return the rows with every optional column; missing ones are filled with nulls."""
         fields, names = self.schema.change_schema(), set(self.data.schema.names)
         columns = [
             self.data.column(field.name) if field.name in names else pa.nulls(len(self), field.type) for field in fields
@@ -52,7 +52,7 @@ class ChangeBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Window(Generic[P_co]):
-    """Whole transactions, from just after `start` up to and including `end`; or a part of one transaction.
+    """Whole transactions after `start`, up to and including `end`; or a part of one.
 
     A window may be empty: then only the position moves.
 

@@ -12,7 +12,7 @@ from typing import Any
 from tailrace.model.position import ZERO, Lsn
 
 UNKNOWN = "unknown"
-"""Stored in a record in place of a fact."""
+"""Stored in a record instead of a fact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class ColumnFacts:
     """Catalogue facts of one column."""
 
     number: int
-    """Keeps its value when the column is renamed, and is never reused for another column of the table."""
+    """Survives a rename of the column, and is never reused for another column."""
     nullable: bool
     default: str | None
     """The default's expression; None: no default."""
@@ -32,7 +32,7 @@ class ColumnFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageFacts:
-    """Where the rows of the table are stored: the table itself, or each partition."""
+    """The storage of a table's rows: the table itself, or each partition."""
 
     relation: int
     name: str
@@ -50,11 +50,11 @@ class CatalogueFacts:
     """In the order of the schema's columns."""
     storage: tuple[StorageFacts, ...]
     columns_ever: int
-    """How many columns the table has ever had, published or not: the next one gets a greater number."""
+    """Number of columns that the table has ever had, published or not. The next one gets a greater number."""
     unpublished: tuple[int, ...] = ()
     """Numbers of the current columns that are not published."""
     position: Lsn = field(default=ZERO, compare=False)
-    """The source's position when the catalogue was read: of two reads, the one at the later position is newer."""
+    """The source's position when the catalogue was read. Of two reads, the one at the later position is newer."""
     rows_unknown: bool = False
     """Lake tables only: the columns changed, and the rows have not been reloaded yet."""
 

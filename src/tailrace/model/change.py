@@ -12,7 +12,7 @@ import pyarrow as pa
 
 
 class Operation(enum.Enum):
-    """What happened to a row. The value is the one stored in `_op`."""
+    """The kind of change of a row. The value is the one stored in `_op`."""
 
     INSERT = "insert"
     UPDATE = "update"
@@ -23,7 +23,7 @@ class Operation(enum.Enum):
     SCHEMA = "schema"
     """A table has a new schema version; only in the system stream `schema`."""
     MESSAGE = "message"
-    """A message that an application wrote into the source's log; only in the system stream `message`."""
+    """A message that an application wrote into the source's log. It is only in the system stream `message`."""
 
     @property
     def code(self) -> int:
@@ -57,17 +57,17 @@ RESERVED = frozenset([field.name for field in REQUIRED] + [COMMIT, *OPTIONAL])
 
 
 def rule_failure_text(rule: str, why: str) -> str:
-    """Return the `_unfit` text of a value that a transform's rule failed on; no source's text begins with it."""
+    """Return the `_unfit` text of a value that a transform's rule failed on. No source's text begins with it."""
     return f"{_BY_RULE}{rule}: {why}"
 
 
 def parse_rule_failure(text: str) -> str | None:
-    """Return the rule and the reason of its failure, if an unfit value's text contains them."""
+    """Return the failed rule and the reason, if an unfit value's text contains them."""
     return text.removeprefix(_BY_RULE) if text.startswith(_BY_RULE) else None
 
 
 def stored_name(column: str) -> str:
-    """Return the column's name inside the log: its own, unless a metadata column has that name.
+    """Return the column's name inside the log. It is its own, unless a metadata column has that name.
 
     A trailing underscore is added to every name that is a reserved one plus underscores, so that two columns never
     collide.

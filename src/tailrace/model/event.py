@@ -1,4 +1,6 @@
-"""One change as an object, and the write that it means for a mirror: for people and callbacks.
+"""One change as an object, and the write that it means for a mirror.
+
+It is for people and callbacks.
 
 `row_write` is the one function that decides what a sink has to do with a row. An unsent value is not null, so a change
 with unsent values is a `Merge`, never a `Replace`. A change that cannot be written gives the reason.
@@ -97,13 +99,13 @@ class Event:
     values: Row
     """The table's columns. A delete has those that the server sent, and None for the others."""
     unchanged: tuple[str, ...]
-    """Columns that the server did not send because they did not change: None in `values`, not null in the table."""
+    """Unsent columns, whose values did not change. They are None in `values`, and not null in the table."""
     before: Row | None
     """The old row, where the source sent it. For a delete, the columns sent: the whole row, or the key alone."""
     moved_from: Row | None
     """The old key, where it changed; the event before is the delete of that key."""
     kept_for: Row | None = None
-    """Deletes only: the key of the next event, which takes its unsent values from this row."""
+    """Deletes only: the key of the next event, which takes unsent values from this row."""
     unfit: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Values that the column's type cannot hold, as text: None in `values`."""
     schema: TableSchema = field(repr=False, compare=False)
@@ -214,7 +216,7 @@ def _sent_of_deletes(schema: TableSchema) -> list[str]:
 
 
 def _kept(schema: TableSchema, data: pa.RecordBatch) -> list[Row | None]:
-    """Return, for each row, the key of the next row if that takes values from it.
+    """Return, per row, the key of the next row if that takes values from it.
 
     Such rows are rare, so a batch without any costs only a look.
     """

@@ -31,7 +31,7 @@ _EXACT_MAX = 1 << 53
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """Return the event in our own format, without fields that have no value: absent is not null.
+    """Return the event in our own format. Fields without a value are left out: absent is not null.
 
     `table` is for people: `a.b`.`c` and `a`.`b.c` look alike there, so `schema` and `name` keep the parts separate.
     """

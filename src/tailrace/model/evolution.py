@@ -24,7 +24,7 @@ from tailrace.model.schema import Column, TableSchema
 
 
 class SchemaChangeKind(enum.Enum):
-    """What was done to the table."""
+    """The kind of a schema change."""
 
     RENAME_TABLE = "rename table"
     """The table was renamed, or moved to another schema."""
@@ -40,11 +40,11 @@ class SchemaChangeKind(enum.Enum):
     """A partition was attached that may have had rows."""
     DETACH = "detach"
     REPLACE = "replace"
-    """A partition's rows were rewritten or truncated: for a single partition the source does not say which."""
+    """A partition's rows were rewritten or truncated. For a single partition the source does not say which."""
 
 
 class ExistingValue(enum.Enum):
-    """What existing rows have in an added column.
+    """The value of existing rows in an added column.
 
     A column that existed before and is published only now had values that the log never received: unknown.
     """
@@ -139,7 +139,7 @@ def same_version(old: TableSchema, new: TableSchema) -> bool:
 
 
 def is_newer_version(old: TableSchema, new: TableSchema) -> bool:
-    """Return whether a version that rows carry differs from what a table knows, and is newer.
+    """Return whether the version of rows is newer than what a table knows.
 
     The catalogue is read when rows arrive, and when a table is loaded or checked. So the version with the rows can be
     older than what the table knows: the source does not announce another partition, or a type's new name. In what rows
@@ -162,7 +162,7 @@ def _rewritten(old: CatalogueFacts, new: CatalogueFacts) -> bool:
 
 
 def _hides_columns(old: CatalogueFacts, new: CatalogueFacts) -> bool:
-    """Return whether columns were added and dropped in between: rows that arrive now may still have one."""
+    """Return whether columns were added and dropped in between. Rows that arrive now may still have one."""
     return new.columns_ever - old.columns_ever > sum(
         number > old.columns_ever for number in (*new.numbers, *new.unpublished)
     )

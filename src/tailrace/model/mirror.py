@@ -1,4 +1,6 @@
-"""A table's rows as built from its changes: the simplest interpreter of `row_write`, used as the reference.
+"""A table's rows as built from its changes.
+
+This is the simplest interpreter of `row_write`, and serves as the reference.
 
 Every write is applied in order, by its content and nothing else. So the rows are those of the source, even if the last
 changes arrive again: the state of a key that is written whole does not depend on what was there.

@@ -1,4 +1,4 @@
-"""What to do about a table's schema changes, as a person decides it."""
+"""Policies for a table's schema changes, as a person decides them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class EvolutionPolicy(enum.Enum):
-    """What to do about one kind of change."""
+    """The action for one kind of change."""
 
     APPLY = "apply"
     """Do the same to the lake table."""
@@ -21,15 +21,15 @@ class EvolutionPolicy(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class EvolutionPolicies:
-    """What to do about each kind of change."""
+    """The action for each kind of change."""
 
     add: EvolutionPolicy = EvolutionPolicy.APPLY
     drop: EvolutionPolicy = EvolutionPolicy.KEEP_NULL
     rename: EvolutionPolicy = EvolutionPolicy.APPLY
     widen: EvolutionPolicy = EvolutionPolicy.APPLY
-    """The new type holds all values of the old one, and the source did not rewrite its rows."""
+    """The new type holds all old values, and the source did not rewrite its rows."""
     narrow: EvolutionPolicy | None = None
-    """The new type is of the same kind and does not hold all values of the old one; None: see `narrow_policy`."""
+    """The new type is of the same kind and holds fewer values; None: see `narrow_policy`."""
     retype: EvolutionPolicy = EvolutionPolicy.REFRESH
     """Any other change of type."""
     rewrite: EvolutionPolicy = EvolutionPolicy.REFRESH

@@ -1,4 +1,4 @@
-"""The positions of every kind of source, as values: each has one text and is parsed from it.
+"""The positions of every kind of source, as values. Each has one text and is parsed from it.
 
 An invalid text is refused, never corrected: a position read wrong would skip rows or repeat them. `reaches` and
 `covers` compare positions; their texts are never compared. Positions of one history are ordered. Sets of GTIDs have
@@ -37,7 +37,7 @@ _SQLSERVER_BINARY = re.compile(r"0[xX]([0-9A-Fa-f]{8})([0-9A-Fa-f]{8})([0-9A-Fa-
 
 
 class PositionType(enum.Enum):
-    """How a source counts. The value is the one stored in records."""
+    """The kind of positions that a source has. The value is the one stored in records."""
 
     POSTGRESQL_LSN = "postgresql-lsn"
     MYSQL_BINLOG = "mysql-binlog"
@@ -51,7 +51,7 @@ class PositionType(enum.Enum):
 
 @dataclass(frozen=True)
 class BinlogPosition:
-    """A file of MySQL's or MariaDB's binary log, and the offset of the next event in it."""
+    """A file of MySQL's or MariaDB's binary log, and the next event's offset."""
 
     file: str
     offset: int
@@ -371,7 +371,7 @@ def covers(position: Position, other: Position) -> bool:
 
 
 def bytes_between(start: Position, end: Position) -> int:
-    """Return how much of the source log is between two positions; 0 where they cannot say."""
+    """Return the bytes of source log between two positions; 0 where they cannot say."""
     return end - start if isinstance(start, Lsn) and isinstance(end, Lsn) else 0
 
 

@@ -49,7 +49,7 @@ class TableId:
 
 
 class Identity(enum.Enum):
-    """The replica identity: what the source sends of the old row with an update or delete."""
+    """The replica identity: the part of the old row sent with an update or delete."""
 
     KEY = "key"
     """The key's old values, when they changed or the row was deleted."""
@@ -60,7 +60,10 @@ class Identity(enum.Enum):
 
 
 RULE_MARK = " · "
-"""In a column's `source_type`, before each rule that changed the column's values or filtered the rows."""
+"""Precedes each rule in a column's `source_type`.
+
+The rule changed the column's values, or filtered the rows.
+"""
 
 
 COLUMNS_HINT = "Name each column once."
@@ -137,7 +140,7 @@ class TableSchema:
         return self == other and self.facts == other.facts
 
     def covers(self, other: TableSchema) -> bool:
-        """Return whether the other is the same schema, and adds no facts that are not known here."""
+        """Return whether the other is the same schema, without facts unknown here."""
         return self == other and (other.facts is None or self.facts == other.facts)
 
     def row_fields(self) -> list[pa.Field]:

@@ -57,7 +57,7 @@ def is_system(schema: TableSchema) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaAnnouncement:
-    """A schema that is in force from a row on; the other fields are those of that row."""
+    """A schema that is in force from a row on. The other fields are those of that row."""
 
     table: int
     version: int
