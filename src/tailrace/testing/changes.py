@@ -38,7 +38,7 @@ def table(
     columns: Mapping[str, pa.DataType] | None = None,
     **named: pa.DataType,
 ) -> TableSchema:
-    """Return a table with this `schema.name` and these columns; the first is the key by default.
+    """Return a table with this `schema.name` and these columns. The first is the key by default.
 
     `key` names other key columns. `relation` is the server's number for the table. The same number under another name
     is a renamed table; another number under the same name is a table that was dropped and created again. By default

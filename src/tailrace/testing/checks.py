@@ -95,7 +95,7 @@ def _require_call(function: object, what: str) -> None:
 
 @contextmanager
 def open_at(at: Callable[[], _T]) -> Iterator[_T]:
-    """Open the object under test, and close it at the end if it can be closed."""
+    """Open the object under test, and close it at the end if possible."""
     opened = at()
     try:
         yield opened
@@ -106,7 +106,7 @@ def open_at(at: Callable[[], _T]) -> Iterator[_T]:
 
 
 def run_and_kill(act: Callable[[], object]) -> None:
-    """Run the function in a process of its own, which is then killed and cleans up nothing."""
+    """Run the function in its own process, which is then killed without clean-up."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about our threads, which the child neither has nor needs
         child = os.fork()

@@ -1,4 +1,4 @@
-"""Faults around a checkpoint store or a source, at fixed calls, so that a test always runs the same.
+"""Faults around a checkpoint store or a source. They are at fixed calls, so a test always runs the same.
 
 ```python
 store = FaultyStore(MemoryCheckpointStore(), fail("save", at=2), lose("save", at=5))
@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 
 
 class FaultKind(enum.Enum):
-    """What goes wrong."""
+    """The kind of a fault."""
 
     FAIL = "fail"
     SLOW = "slow"

@@ -1,4 +1,4 @@
-"""Records what a PostgreSQL server sent, with the decoded result, and decodes it again without the server.
+"""Records what a PostgreSQL server sent, and decodes it again without the server.
 
 A recording holds the messages of whole transactions as they arrived, and the schemas that the catalogue had for their
 tables. It also holds the decoded rows, or the code of the error that decoding ended with. `replay()` decodes the same
@@ -36,7 +36,7 @@ from tailrace.testing.checks import ContractBroken
 
 FORMAT = 1
 CHANGES_MAX = 10_000
-"""Changes to record at most, and up to the end of the transaction that exceeds it."""
+"""Changes to record at most. The transaction that exceeds it is recorded to its end."""
 _RELATION, _COMMIT = b"R", b"C"
 _PEEK = """
 select data from pg_logical_slot_peek_binary_changes(
@@ -50,7 +50,7 @@ from pg_replication_slots where slot_name = %s
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What was sent after a position, and the decoded result."""
+    """The messages sent after a position, and the decoded result."""
 
     server: str
     """The server's version."""

@@ -1,4 +1,6 @@
-"""A source in memory that plays a script: transactions, silence, a lagging reader, a broken connection.
+"""A source in memory that plays a script.
+
+Steps are transactions, silence, a lagging reader, and a broken connection.
 
 ```python
 source = ScriptedSource(
@@ -52,7 +54,7 @@ class Quiet:
 
 @dataclass(frozen=True, init=False)
 class Behind:
-    """All these steps are in the source's log at once, but arrive only after that many reads.
+    """All these steps are logged at once, but arrive only after that many reads.
 
     Meanwhile `lag()` shows them.
     """
@@ -91,7 +93,7 @@ def _invalid_step(step: object, known: str) -> ConfigError:
 
 
 class ScriptedSource(MemoryCapture):
-    """Plays its steps to its reader; more may be committed meanwhile, as to any memory source."""
+    """Plays its steps to its reader. More may be committed meanwhile, as to any memory source."""
 
     def __init__(self, *steps: Step, **options: Any) -> None:
         """Create the source; `options` are those of `MemoryCapture`."""
