@@ -57,7 +57,7 @@ SET extra_float_digits = 3; SET bytea_output = hex;
 
 
 class LakeUnreadable(RuntimeError):
-    """The table uses a feature that this reader does not know; continuing could give a false verdict."""
+    """The table uses a feature that this reader does not know. Continuing could give a false verdict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,9 @@ class TableVerdict:
     missing: int = 0
     extra: int = 0
     differing: int = 0
-    """Rows of one primary key whose other columns are not equal; always 0 for a table without one."""
+    """Rows of one primary key whose other columns are not equal. Always 0 for a table without one."""
     columns: tuple[str, ...] = ()
-    """Problems of the table as a whole, as text: it or a column is missing, or of another type."""
+    """Problems of the table as a whole: it or a column is missing, or of another type."""
     sample: tuple[str, ...] = ()
     """Primary keys of some rows at fault."""
 
@@ -143,7 +143,7 @@ def _path_part(name: str) -> str:
 
 
 class ValueKind(enum.Enum):
-    """How values of a source type are stored in the lake."""
+    """The storage of a source type's values in the lake."""
 
     BOOLEAN = "boolean"
     INTEGER = "integer"
@@ -247,7 +247,7 @@ def _expected_type(types: dict[int, PgType], oid: int, modifier: int) -> Compare
 
 
 def _decimal_type(modifier: int, *, is_list: bool) -> ComparedType:
-    """Return numeric(p, s); the modifier is ((p << 16) | s) + 4, and s has eleven bits and a sign."""
+    """Return numeric(p, s). The modifier is ((p << 16) | s) + 4, and s has eleven bits and a sign."""
     if modifier < 4:
         return ComparedType(ValueKind.TEXT)
     precision, scale = (modifier - 4) >> 16 & 0xFFFF, (modifier - 4) & 0x7FF
@@ -457,7 +457,7 @@ def _elements(inner: str) -> Iterator[str | None]:
 
 
 def _read_delta(folder: Path) -> pa.Table:
-    """Return the table's newest version, with its own schema; files older than a column have nulls there."""
+    """Return the table's newest version, with its own schema. Files older than a column have nulls there."""
     # delta-rs decodes percent signs in a table's own path and then looks in the wrong folder. So it gets the log
     # through a link with a harmless name; the data files are opened here.
     with tempfile.TemporaryDirectory(prefix="tailrace-compare-") as stand_in:
@@ -545,7 +545,7 @@ def _texts(values: pa.Array, compared_type: ComparedType) -> pa.Array:
 
 
 def _unscaled(values: pa.Array) -> pa.Array:
-    """Return the same digits with no point: Arrow's own text of a decimal may use an exponent."""
+    """Return the same digits with no point. Arrow's own text of a decimal may use an exponent."""
     whole = pa.decimal128(DECIMAL_DIGITS_MAX, 0)
     return pa.Array.from_buffers(whole, len(values), values.buffers(), offset=values.offset)
 
@@ -577,7 +577,7 @@ class RowDifferences(NamedTuple):
 
 
 def _key_indices(expected: list[SourceColumn], shared: list[SourceColumn]) -> list[int]:
-    """Return the indices of the primary key's columns among the shared ones; none if one is missing."""
+    """Return the indices of the primary key's columns among the shared ones. None if one is missing."""
     key = [column for column in expected if column.key_index is not None]
     if not all(column in shared for column in key):
         return []

@@ -1,4 +1,4 @@
-"""The demo: a busy shop in an embedded PostgreSQL, mirrored into Delta tables, compared at the end.
+"""The demo: a busy shop in PostgreSQL, mirrored into Delta tables and compared.
 
 It uses the pipeline as any user would, from a settings file, and decides nothing about it. Exit 0 means that every
 table equals its source by content. Whatever happens, the server is stopped and no process is left.
@@ -190,7 +190,7 @@ def _demo(server: EmbeddedPostgres, folder: Path, arguments: argparse.Namespace)
 
 
 def _arm_accident(folder: Path) -> None:
-    """Have the first capture process killed once, at the worst moment: its window read, not yet durable."""
+    """Have the first capture process killed once, while its window is read and not yet durable."""
     os.environ |= {
         "TAILRACE_FAILPOINT": f"log.before_write:{ACCIDENT_AT_COMMIT}",
         "TAILRACE_FAILPOINT_SCOPE": "process",

@@ -4,13 +4,13 @@ What must stay true:
 
 - No server outlives this process. It stops in `stop()`, or when the interpreter ends. If we are killed, the kernel
   sends the postmaster SIGQUIT (Linux). That signal follows the *thread* that called `start()`: call it from one that
-  lives as long as the server is needed.
+  runs as long as the server is needed.
 - The server never runs as root: when we are root it runs as `postgres` or `nobody`. That user must be able to reach the
   binaries (copied to a cache folder if it cannot) and the data folder (ours, under the system's temporary folder,
   unless the caller names one).
 - A folder that we created is removed by `stop()`. A folder that the caller named is never removed.
 - `start()` returns only once the server accepts connections, and within a bounded time.
-- The port stays the same for the life of the object, so a URL stays valid after `restart()` and `kill()`.
+- The port stays the same as long as the object exists, so a URL stays valid after `restart()` and `kill()`.
 
 With `auth="trust"`, the default, any local user can log in. It is a server for play, not for secrets.
 
@@ -92,7 +92,7 @@ os.execv(command[0], command)
 
 
 class ServerFailed(RuntimeError):
-    """The embedded server could not be found, created, started or stopped; the text gives the reason."""
+    """The embedded server could not be found, created, started or stopped. The text gives the reason."""
 
 
 class EmbeddedPostgres:
@@ -177,7 +177,7 @@ class EmbeddedPostgres:
         return self._process is not None and self._process.poll() is None
 
     def url(self, database: str = "postgres", user: str = "postgres", *, unix: bool = False) -> str:
-        """Return a connection URL; over the Unix socket if requested, or if the server has no TCP port."""
+        """Return a connection URL. Over the Unix socket if requested, or if the server has no TCP port."""
         secret = f":{quote(self._password, safe='')}" if self._password is not None else ""
         who, where = quote(user, safe="") + secret, quote(database, safe="")
         if unix or not self._listen:
@@ -367,7 +367,7 @@ class EmbeddedPostgres:
         )
 
     def _run(self, program: str, *arguments: str, log: int) -> subprocess.Popen[bytes]:
-        """Start one of the server's programs as the server's user, in a session of its own.
+        """Start one of the server's programs as the server's user, in its own session.
 
         A session of its own keeps the terminal's Ctrl-C from it: we decide when it stops.
         """
@@ -403,7 +403,7 @@ def _server_user() -> pwd.struct_passwd:
 
 
 def _allows(path: Path, user: pwd.struct_passwd, wanted: int) -> bool:
-    """Return whether the user has the wanted rights (of rwx as 4, 2, 1) on this one file."""
+    """Return whether the user has the wanted rights on this file, as rwx (4, 2, 1)."""
     status = path.stat()
     shift = 6 if status.st_uid == user.pw_uid else 3 if status.st_gid == user.pw_gid else 0
     return (stat.S_IMODE(status.st_mode) >> shift) & wanted == wanted
@@ -458,7 +458,7 @@ def _usable_by(install: Path, user: pwd.struct_passwd) -> bool:
 
 
 def _cached_copy(package: Path, version: int) -> Path:
-    """Return a copy of the installation that any user can read, made once per machine and wheel version.
+    """Return a copy of the installation that any user can read. It is made once per machine and wheel version.
 
     The wheel's programs find their libraries by a path relative to themselves (`../../../<package>.libs`), so the copy
     keeps that layout. It appears by a rename, whole or not at all.
@@ -554,7 +554,7 @@ def _wait_until_gone(pids: list[int]) -> None:
 
 
 def _free_shared_memory(data: Path) -> None:
-    """Free the small System V segment that a crashed server leaves; a clean stop leaves none."""
+    """Free the small System V segment that a crashed server leaves. A clean stop leaves none."""
     status = data / "postmaster.pid"
     lines = status.read_text().splitlines() if status.exists() else []
     numbers = lines[6].split() if len(lines) > 6 else []

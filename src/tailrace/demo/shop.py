@@ -146,7 +146,7 @@ def load_first_rows(connection: Connection, scale: float = 1.0) -> None:
 
 
 class Workload:
-    """Runs a steady mix of transactions in its own thread, until `stop()` or `operations_max` of them.
+    """Runs a steady mix of transactions in its own thread, until `stop()` or `operations_max`.
 
     An error ends the thread; `stop()` raises it, and `failed` shows it earlier.
     """
@@ -162,7 +162,7 @@ class Workload:
         if transactions_per_second <= 0:
             raise ValueError("transactions_per_second must be above zero")
         self.counts: Counter[str] = Counter()
-        """How often each kind ran to its end; the rollback kinds end undone, as they should."""
+        """Count of runs to the end, by kind. The rollback kinds end undone, as they should."""
         self._url = url
         self._interval = 1.0 / transactions_per_second
         self._random_seed = random_seed
@@ -186,7 +186,7 @@ class Workload:
 
     @property
     def operations(self) -> int:
-        """How many kinds ran to their end; a few of them are two short transactions."""
+        """Number of runs to the end; a few of them are two short transactions."""
         return sum(self.counts.values())
 
     def start(self) -> Self:
@@ -235,7 +235,7 @@ class Workload:
 
 
 class KeyPool:
-    """The keys in use of one table: a draw, an addition and a removal each cost the same at any size."""
+    """The keys in use of one table. A draw, an addition and a removal each cost the same at any size."""
 
     def __init__(self, keys: list[int] | list[str]) -> None:
         self._keys: list[int | str] = list(keys)
@@ -263,7 +263,7 @@ class KeyPool:
 
 
 class Shop:
-    """State of the workload: the connection, the keys in use, the next free number, and its own clock."""
+    """State of the workload: connection, keys in use, next free number, and its own clock."""
 
     def __init__(self, connection: Connection, chance: random.Random) -> None:
         self.connection = connection
@@ -554,7 +554,7 @@ def swap_product_keys(shop: Shop) -> None:
 
 
 def move_order_key(shop: Shop) -> None:
-    """Change an order's key; half of the items' own key changes too, by the foreign key."""
+    """Change an order's key. Half of the items' own key changes too, by the foreign key."""
     old, new = shop.orders.draw(shop.random), shop.new_number()
     shop.run("UPDATE orders SET id = %s WHERE id = %s", new, old)
     shop.orders.remove(old)
