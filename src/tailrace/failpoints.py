@@ -1,4 +1,4 @@
-"""Named places where a test may kill the process; nothing happens unless one is armed.
+"""Named points where a test may kill the process; nothing happens unless one is armed.
 
 `TAILRACE_FAILPOINT=name:n` kills the whole process group at the n-th passing of `name`. It first writes the name to the
 file `TAILRACE_FAILPOINT_LOG`. To the disk, killing the group looks like a machine that loses power.

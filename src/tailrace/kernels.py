@@ -1,4 +1,4 @@
-"""Build settings of compiled code: numba, without the interpreter's lock, cached in the user's cache folder.
+"""Build settings of compiled code: numba, without the interpreter's lock, cached per user.
 
 Import `kernel` from here and nowhere else, so that every kernel is cached in one known folder. The folder is chosen
 before numba is imported, because numba reads it only then.

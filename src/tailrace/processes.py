@@ -14,7 +14,7 @@ _WATCH_SECONDS = 1.0
 
 
 def die_with_parent() -> None:
-    """End this process when its parent ends: by the kernel on Linux, elsewhere by a watching thread."""
+    """End this process when its parent ends. Linux does it; elsewhere a thread watches the parent."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

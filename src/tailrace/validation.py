@@ -1,4 +1,4 @@
-"""Checks of a caller's arguments: invalid ones are refused at once, with what to write instead.
+"""Checks of a caller's arguments. Invalid ones are refused at once, with what to write instead.
 
 Nothing is guessed. A text that reads like a number, or like a table, is not one. A mistake that would only fail later,
 or be ignored silently, is reported before anything begins.
@@ -25,11 +25,11 @@ def require_integer(what: str, value: object, *, least: int) -> int:
 
 
 def require_seconds(what: str, value: object, *, endless: bool = False) -> float:
-    """Return the value as seconds if it is a time to wait; infinity only with `endless`."""
+    """Return the value as seconds if it is a time to wait. Infinity is allowed only with `endless`."""
     hint = "Give seconds: 0 or more, for example 2.5."
     if isinstance(value, bool) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         raise ConfigError(f"`{what}` is not a number", found=type(value).__name__, hint=hint)
-    found = float(value)  # it has one of the two
+    found = float(value)  # type: ignore[arg-type] # it has one of the two
     if math.isnan(found) or found < 0 or (math.isinf(found) and not endless):
         raise ConfigError(f"`{what}` must be seconds >= 0", found=found, hint=hint)
     return found
@@ -60,7 +60,7 @@ def require_callable(what: str, value: object, hint: str) -> None:
 
 
 def require_folder(path: str | os.PathLike[str], what: str) -> Path:
-    """Return the path of a named folder; refuse an empty text, which would mean the working folder."""
+    """Return the path of a named folder. Refuse an empty text, which would mean the working folder."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(
             f"no folder is given for {what}",

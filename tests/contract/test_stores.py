@@ -116,9 +116,9 @@ class Careless(MemoryCheckpointStore):
 class Forgetful(MemorySchemaHistory):
     """Takes every schema for a new one."""
 
-    def _record(self, shape, happened, evolution=None):  # type: ignore[no-untyped-def] # as the one above
-        self.drop(shape.table)
-        return super()._record(shape, happened, evolution)
+    def _record(self, schema, occurrence, evolution=None):  # type: ignore[no-untyped-def] # as the one above
+        self.drop(schema.table)
+        return super()._record(schema, occurrence, evolution)
 
 
 def test_all_broken_promises_of_a_store_are_reported_at_once() -> None:

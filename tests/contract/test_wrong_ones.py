@@ -201,9 +201,9 @@ def test_a_store_that_raises_in_the_killed_process_fails(tmp_path: Path) -> None
 class KnowsSchemas(MemorySchemaHistory):
     """Takes a schema that the table ever had for the current one."""
 
-    def record(self, shape: TableSchema, **given: Any) -> Any:
-        known = [version for version in self.versions(shape.table) if version.schema == shape]
-        return known[0] if known else super().record(shape, **given)
+    def record(self, schema: TableSchema, **details: Any) -> Any:
+        known = [version for version in self.versions(schema.table) if version.schema == schema]
+        return known[0] if known else super().record(schema, **details)
 
 
 def test_a_history_that_reuses_an_old_version_fails() -> None:
