@@ -1,6 +1,6 @@
 """A real Iceberg table, written by Spark's connector: what is Iceberg's own of the promises of `LakeTable`.
 
-What holds for every format is asked in `test_delta_table.py` and `tests/contract/test_table_forms.py`, which
+What holds for every format is asked in `test_delta_table.py` and `tests/contract/test_table_specs.py`, which
 `make engines` runs for Iceberg too. Rows are read back by pyiceberg, which shares no code with the connector.
 """
 
