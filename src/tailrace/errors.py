@@ -335,6 +335,8 @@ class LogCorrupt(LogError):
     """A file of the log is not what was written."""
 
     code = "log-corrupt"
+    damaged_commit = False
+    """True: the file of a commit is not what was written."""
 
 
 class StateError(TailraceError):

@@ -45,10 +45,6 @@ HEADER_BYTES_MAX = 64 << 20
 _PREFIX = struct.Struct("<8sII")
 
 
-class CommitCorrupt(LogCorrupt):
-    """The error for a commit's file that is not what was written."""
-
-
 class CommitBody(NamedTuple):
     """One table's rows in a commit: their schema version, and where their bytes are."""
 
@@ -232,8 +228,10 @@ def _body(stored: dict[str, Any]) -> CommitBody:
 
 def corrupt_commit_error(path: LogPath, why: str) -> LogCorrupt:
     """Return the error for a file that is not what was written."""
-    return CommitCorrupt(
+    error = LogCorrupt(
         f"a commit of the log is damaged: {why}",
         path=path,
         hint=f"Restore the file from a copy of the log. Without one: {NEW_LOG_HINT}",
     )
+    error.damaged_commit = True
+    return error

@@ -119,12 +119,13 @@ class LogWriter:
             for body in last.bodies:
                 log.batch(last, body)
             return last
-        except commit_file.CommitCorrupt as error:
-            error.hint += (
-                " If the machine has just crashed, its disk lost data that it had reported as durable. Then move the "
-                f"newest commit ({commit_path(self.path, newest).name}) away and start again: its changes are "
-                "captured again, or an error says that the source no longer has them."
-            )
+        except LogCorrupt as error:
+            if error.damaged_commit:
+                error.hint += (
+                    " If the machine has just crashed, its disk lost data that it had reported as durable. Then move the "
+                    f"newest commit ({commit_path(self.path, newest).name}) away and start again: its changes are "
+                    "captured again, or an error says that the source no longer has them."
+                )
             raise
 
     def _sweep(self, header: commit_file.CommitHeader) -> None:
