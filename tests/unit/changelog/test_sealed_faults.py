@@ -1,6 +1,6 @@
-"""What was sealed, and what stands around it: no flipped bit and no missing file is passed over.
+"""Sealed logs: no flipped bit and no missing file goes unnoticed.
 
-What is put back is whole again, whoever was at work meanwhile.
+A restored log is complete again, whatever ran meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ FLIPS = 40
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[Row]]]:
-    """A log that has everything: what is gone, two seals, a large transaction, commits; and the rows it still holds."""
+    """A log with everything, and its remaining rows.
+
+    It is trimmed and has two seals, a large transaction and unsealed commits.
+    """
     with quick_folder(tmp_path_factory.mktemp("original")) as folder:
         diary = Diary(folder / "log")
         diary.commit()
@@ -80,14 +83,14 @@ FILES: dict[str, Callable[[Path], Path]] = {
     "the last seal": lambda log: seal_path(log, stem(6, 7)),
     "the commits of a seal": lambda log: commits_path(log, stem(4, 5)),
     "sealed rows": lambda log: Path(str(ChangeLog.open(log).files("public.things")[0])),
-    "a shape": lambda log: log / "schemas" / "1" / "1.json",
+    "a schema": lambda log: log / "schemas" / "1" / "1.json",
     "a piece": lambda log: min((log / "big" / f"{8:020d}").iterdir()),
     "a commit": lambda log: commit_path(log, 9),
 }
 
 
 def read(log: Path, to: list[Row], after: int = GONE) -> None:
-    """Read all that the log has; what came before an error stays in `to`."""
+    """Read all that the log has; rows before an error stay in `to`."""
     for batch in ChangeLog.open(log).follow(after):
         to += rows_of([batch])
 
@@ -123,16 +126,16 @@ def test_a_flipped_bit_in_a_sealed_log_is_found_before_a_row_is_delivered(
         try:
             read(log, found)
         except LogCorrupt as error:
-            said = error
+            caught_error = error
         else:
-            assert in_order(found) == rows, "what nobody noticed must have changed nothing"
+            assert in_order(found) == rows, "an unnoticed flip must have changed no row"
             unnoticed.append(spot)
             continue
         assert all(row == kept[row.seq] for row in found), f"a wrong row was delivered, byte {spot}"
-        assert said.fields["path"] == path, f"byte {spot}: {said}"
-        assert said.hint
+        assert caught_error.fields["path"] == path, f"byte {spot}: {caught_error}"
+        assert caught_error.hint
     path.write_bytes(good)
-    # Zeros between the bodies of a commit mean nothing; neither does whether meta.json calls its checksum so.
+    # Zeros between the bodies of a commit mean nothing, nor does the name of the checksum in meta.json.
     padded = name in ("a piece", "a commit")
     assert len(unnoticed) <= (FLIPS // 2 if padded else 3 if name == "what the log is" else 0), unnoticed
 
@@ -182,7 +185,7 @@ def test_a_seal_of_another_log_is_refused(log: Path, tmp_path: Path) -> None:
 
 
 def disturb(log: Path) -> None:
-    """All that runs by itself, as far as it can."""
+    """Run all maintenance, as far as it can."""
     with suppress(LogError):
         LogWriter(log, SOURCE).close()
     for _ in range(2):
@@ -207,7 +210,7 @@ def test_a_missing_file_is_reported_and_a_restored_log_is_complete(
     assert caught.value.hint
     assert all(row in rows for row in found)
     disturb(log)
-    assert not path.exists(), "nobody makes up for it"
+    assert not path.exists(), "nothing replaces it"
     shutil.move(kept, path)
     found = []
     read(log, found)
@@ -217,7 +220,7 @@ def test_a_missing_file_is_reported_and_a_restored_log_is_complete(
 def test_a_missing_newest_commit_is_an_earlier_end_and_nothing_is_swept(
     log: Path, rows: list[Row], tmp_path: Path
 ) -> None:
-    """The log alone cannot tell; the source can, when capture starts."""
+    """Only the source can notice, when capture starts."""
     for commit in (10, 9, 8):
         shutil.move(commit_path(log, commit), tmp_path / str(commit))
     writer = LogWriter(log, SOURCE)

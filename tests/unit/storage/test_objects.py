@@ -1,4 +1,4 @@
-"""Paths in an object store behave as those on a disk where the log needs it; puts that must happen once, do."""
+"""Object paths behave like paths on a disk, and puts that must happen once do."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ def test_a_glob_finds_what_it_finds_on_a_disk(store: ObjectPath, tmp_path: Path,
 
 
 def test_existing_objects_are_listed_as_on_a_disk(store: ObjectPath, tmp_path: Path) -> None:
-    def told(path: LogPath) -> list[object]:
+    def listing_of(path: LogPath) -> list[object]:
         names = sorted(files.list_names(path)), sorted(files.list_names(path / "schemas"))
         sizes = {files.relative_name(path, file): size for file, size in files.file_sizes(path).items()}
         later = sorted(file.name for file in files.file_sizes(path / "hot", "0"))
         there = [(path / name).exists() for name in ("meta.json", "hot", "schemas/1", "nothing")]
         return [names, sizes, later, there, (path / "hot").is_dir(), (path / "meta.json").is_dir()]
 
-    assert told(filled(store)) == told(filled(tmp_path / "log"))
+    assert listing_of(filled(store)) == listing_of(filled(tmp_path / "log"))
 
 
 def test_a_missing_object_raises_and_its_deletion_is_no_error(store: ObjectPath) -> None:

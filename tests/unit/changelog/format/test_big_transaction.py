@@ -1,4 +1,7 @@
-"""A transaction too large for memory: written out as it arrives, read in pieces, and gone if it never ends."""
+"""A transaction too large for memory is written as it arrives and read in pieces.
+
+It leaves nothing if it never ends.
+"""
 
 from __future__ import annotations
 
@@ -84,9 +87,9 @@ def test_whole_transactions_that_follow_the_large_one_keep_their_own_positions(q
     writer.append(open_window(100, batch(SHOP, insert(2))))
     later = batch(SHOP, insert(3), insert(4))
     assert later.data.column(change.POSITION).to_pylist() == ["0/0", "0/1"]
-    place = later.data.schema.get_field_index(change.TX_INDEX)
+    index = later.data.schema.get_field_index(change.TX_INDEX)
     indexes = pa.array([1, 0], pa.int32())
-    counted = replace(later, data=later.data.set_column(place, later.data.schema.field(place), indexes))
+    counted = replace(later, data=later.data.set_column(index, later.data.schema.field(index), indexes))
     writer.append(finishing_window(100, 300, counted, continued_end=200, transactions=2))
     writer.close()
     rows = rows_of(ChangeLog.open(quick).follow(1))
@@ -206,7 +209,7 @@ def test_a_process_killed_between_two_pieces_leaves_nothing(diary: Diary, turn: 
     assert read_all(diary.path) == diary.rows()
 
 
-# --- shapes --------------------------------------------------------------------------------------------------
+# --- schemas -------------------------------------------------------------------------------------------------
 
 
 def test_schemas_new_in_a_piece_are_announced_at_their_first_row(diary: Diary) -> None:

@@ -1,7 +1,7 @@
-"""The stored format is a contract: a log written by format 1 is kept here and must be read for ever.
+"""The stored format is a contract: a log of format 1 stays readable for ever.
 
-`tests/fixtures/log-format-1` was written once by `write_fixture` below and is never written again; `expected.json`
-holds its rows. The page docs/reference/log-format.md is tried by a reader that was written from it alone.
+`tests/fixtures/log-format-1` was written once by `write_fixture` below and is never written again; `expected.json` has
+its rows. A reader written from docs/reference/log-format.md alone tests that page.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ OTHER: TableSchema = replace(named("strange schema", 'quo"ted.näme', 99, like=K
 
 
 def write_fixture(folder: Path) -> None:
-    """A log with everything in it: trimmed, sealed, joined, large and fresh commits, two versions, odd names."""
+    """Write a log with every kind of file and odd names.
+
+    It is trimmed, sealed and merged, with large and fresh commits and two schema versions.
+    """
     writer = LogWriter(folder, SOURCE)
     writer.append(window(0, 100))
     writer.append(window(100, 200, batch(SHOP, insert(1, name="first"), insert(2, name="gone with the trim"))))
@@ -87,7 +90,7 @@ def rows_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy, so that no test can change what is kept."""
+    """A copy, so that no test can change the fixture."""
     return Path(shutil.copytree(FIXTURE / "log", tmp_path / "log", symlinks=True))
 
 

@@ -1,4 +1,4 @@
-"""What the source had discarded unread: whoever follows is told at that very place, whatever became of the commits."""
+"""Gaps: a follower gets an error exactly where the source had discarded changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.logs import STEP, Diary, inserts, seal
 
 
 def gap_before(diary: Diary) -> Gap:
-    """The log's next commit leaves something out."""
+    """Record a gap before the log's next commit."""
     position = diary.writer.position
     made = Gap(commit=diary.writer.commit + 1, start=position, end=Lsn(position.value + STEP))
     record_gap(diary.path, made)
@@ -45,8 +45,8 @@ def followed(
     try:
         for batch in ChangeLog.open(path).follow(after, consumer=consumer):
             found += batch.data.column("id").to_pylist()
-    except LogGap as told:
-        return found, told
+    except LogGap as error:
+        return found, error
     return found, None
 
 
@@ -54,18 +54,18 @@ def followed(
 def test_a_reader_gets_the_rows_before_a_gap_and_then_an_error(diary: Diary, sealed: bool) -> None:
     if sealed:
         seal(diary.path)
-    found, told = followed(diary.path)
+    found, error = followed(diary.path)
     assert found == [1, 2]
-    assert told is not None
-    assert "follow(after=3)" in told.hint
-    assert followed(diary.path, 2)[0] == [], "also one who had everything before"
+    assert error is not None
+    assert "follow(after=3)" in error.hint
+    assert followed(diary.path, 2)[0] == [], "the same error for a reader of everything before the gap"
     assert followed(diary.path, 2)[1] is not None
     assert followed(diary.path, 3) == ([3], None)
     assert followed(diary.path, read_gaps(diary.path)[0].end) == ([3], None)
 
 
 def test_log_show_names_the_gap(diary: Diary) -> None:
-    gap_before(diary)  # of a commit that never came
+    gap_before(diary)  # its commit was never made
     shown = log_actions.read_overview(diary.path)
     assert shown.gaps == (3,)
     assert "changes missing before commit 3" in log_view.log_text(shown)
@@ -73,9 +73,9 @@ def test_log_show_names_the_gap(diary: Diary) -> None:
 
 def test_a_consumer_gets_the_error_until_it_gives_a_start(diary: Diary) -> None:
     assert followed(diary.path, consumer="me")[0] == [1, 2]
-    found, told = followed(diary.path, consumer="me")
+    found, error = followed(diary.path, consumer="me")
     assert found == []
-    assert told is not None
+    assert error is not None
     assert followed(diary.path, 3, consumer="me") == ([3], None)
     assert followed(diary.path, consumer="me") == ([], None)
 
@@ -122,9 +122,9 @@ def test_a_log_without_its_gap_record_is_not_read_across_the_gap(diary: Diary, s
     if sealed:
         seal(diary.path)
     (diary.path / GAPS_FILE).unlink()
-    with pytest.raises(LogCorrupt, match="is missing, or older than the log") as told:
+    with pytest.raises(LogCorrupt, match="is missing, or older than the log") as error:
         followed(diary.path)
-    assert "Restore it" in told.value.hint
+    assert "Restore it" in error.value.hint
     diary.close()
     with pytest.raises(LogCorrupt, match="is missing"):
         Diary(diary.path)

@@ -1,4 +1,4 @@
-"""Which numbers of the log are a table's, as names come and go."""
+"""The log's numbers of a table, as names are added and dropped."""
 
 from __future__ import annotations
 

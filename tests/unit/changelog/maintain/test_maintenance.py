@@ -1,4 +1,4 @@
-"""The keeper: seals in time, joins, cleans and trims beside the writer, and harms nobody when it cannot."""
+"""Log maintenance seals in time, merges, cleans and trims, and never blocks the writer."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def sealed_to(diary: Diary) -> int:
     return log.seal_index.last_commit
 
 
-def keeper_pids(parent: int | None = None) -> list[int]:
-    """The keepers that run below a process, this one if none is named."""
+def maintenance_pids(parent: int | None = None) -> list[int]:
+    """Return the maintenance processes below a process, by default this one."""
     above, found = parent or os.getpid(), []
     for pid in descendants(above) - {above}:
         with suppress(OSError):
@@ -59,31 +59,31 @@ def keeper_pids(parent: int | None = None) -> list[int]:
     return found
 
 
-# --- when it is time -----------------------------------------------------------------------------------------
+# --- when a seal is due--------------------------------------------------------------------------------------
 
 
 def test_a_seal_is_due_after_enough_commits(diary: Diary) -> None:
     unsealed = UnsealedCommits(ChangeLog.open(diary.path))
-    keeping = MaintenancePolicy(seal_bytes=1 << 40, seal_commits=3, seal_seconds=1e9)
+    policy = MaintenancePolicy(seal_bytes=1 << 40, seal_commits=3, seal_seconds=1e9)
     for expected in (False, False, True, True):
         diary.commit(inserts(1))
-        assert unsealed.is_seal_due(keeping) is expected
+        assert unsealed.is_seal_due(policy) is expected
     seal(diary.path)
-    assert not unsealed.is_seal_due(keeping)
+    assert not unsealed.is_seal_due(policy)
     for expected in (False, False, True):
         diary.commit()
-        assert unsealed.is_seal_due(keeping) is expected
+        assert unsealed.is_seal_due(policy) is expected
 
 
 def test_a_seal_is_due_after_enough_bytes_pieces_included(diary: Diary) -> None:
     unsealed = UnsealedCommits(ChangeLog.open(diary.path))
-    keeping = MaintenancePolicy(seal_bytes=100_000, seal_commits=1 << 40, seal_seconds=1e9)
+    policy = MaintenancePolicy(seal_bytes=100_000, seal_commits=1 << 40, seal_seconds=1e9)
     diary.commit((SHOP, [insert(1, big="x" * 60_000)]))
-    assert not unsealed.is_seal_due(keeping)
+    assert not unsealed.is_seal_due(policy)
     diary.piece((SHOP, [insert(2, big="x" * 60_000)]))
-    assert not unsealed.is_seal_due(keeping)
+    assert not unsealed.is_seal_due(policy)
     diary.finish()
-    assert unsealed.is_seal_due(keeping)
+    assert unsealed.is_seal_due(policy)
 
 
 def test_a_seal_is_due_when_the_oldest_commit_is_old_enough_and_no_sooner(
@@ -92,19 +92,19 @@ def test_a_seal_is_due_when_the_oldest_commit_is_old_enough_and_no_sooner(
     real, passed = time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: real() + passed)
     unsealed = UnsealedCommits(ChangeLog.open(diary.path))
-    keeping = MaintenancePolicy(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=1000.0)
+    policy = MaintenancePolicy(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=1000.0)
     diary.commit(inserts(1))
-    assert not unsealed.is_seal_due(keeping)
+    assert not unsealed.is_seal_due(policy)
     passed += 1000.0
-    assert unsealed.is_seal_due(keeping)
+    assert unsealed.is_seal_due(policy)
     seal(diary.path)
-    # A log that never rests is not sealed at every tick: the next commit waits as long as the first did.
+    # A busy log is not sealed at every check: the next commit waits as long as the first did.
     diary.commit(inserts(2))
-    assert not unsealed.is_seal_due(keeping)
+    assert not unsealed.is_seal_due(policy)
     diary.commit(inserts(3))
-    assert not unsealed.is_seal_due(keeping)
+    assert not unsealed.is_seal_due(policy)
     passed += 1000.0
-    assert unsealed.is_seal_due(keeping)
+    assert unsealed.is_seal_due(policy)
 
 
 # --- one round -----------------------------------------------------------------------------------------------
@@ -112,10 +112,10 @@ def test_a_seal_is_due_when_the_oldest_commit_is_old_enough_and_no_sooner(
 
 def test_a_round_seals_merges_and_cleans(diary: Diary) -> None:
     log = ChangeLog.open(diary.path)
-    keeping = MaintenancePolicy(grace_seconds=0.0, retention=FOR_EVER)
+    policy = MaintenancePolicy(grace_seconds=0.0, retention=FOR_EVER)
     for key in range(8):
         diary.commit(inserts(key))
-        done = maintain_once(log, keeping, seal=True)
+        done = maintain_once(log, policy, seal=True)
         assert (done.sealed.seals, done.sealed.commits, done.sealed.rows) == (1, 1, 1)
     assert done.sealed.merged == 8
     assert len(stored_files(diary.path, "cold/*.json", "hot/*")) == 2
@@ -174,8 +174,8 @@ def test_a_round_yields_to_another_sealer(diary: Diary) -> None:
 
 
 def test_the_process_seals_while_a_writer_continues(diary: Diary) -> None:
-    keeper = LogMaintenance(diary.path, MaintenancePolicy(seal_commits=5, grace_seconds=0.0, retention=FOR_EVER))
-    keeper.start()
+    maintenance = LogMaintenance(diary.path, MaintenancePolicy(seal_commits=5, grace_seconds=0.0, retention=FOR_EVER))
+    maintenance.start()
     try:
         log = ChangeLog.open(diary.path)
         follower = log.follow(0, wait_seconds=240)
@@ -189,7 +189,7 @@ def test_the_process_seals_while_a_writer_continues(diary: Diary) -> None:
             if batch.data.column("id")[-1].as_py() == 99:
                 break
     finally:
-        keeper.stop()
+        maintenance.stop()
     assert not any(thread.name == "tailrace-log-maintenance" for thread in threading.enumerate())
     assert len(rows_of(found)) == len(diary.noted)
     assert read_all(diary.path) == diary.rows()
@@ -204,38 +204,38 @@ def test_a_process_that_finds_damage_logs_an_error_and_does_not_stop_the_writer(
     content = bytearray(path.read_bytes())
     content[-600] ^= 1
     path.write_bytes(content)
-    keeper = LogMaintenance(diary.path, MaintenancePolicy(seal_commits=1, retention=FOR_EVER))
+    maintenance = LogMaintenance(diary.path, MaintenancePolicy(seal_commits=1, retention=FOR_EVER))
     with caplog.at_level(logging.WARNING):
-        keeper.start()
+        maintenance.start()
         try:
             assert eventually(lambda: any(record.levelno == logging.ERROR for record in caplog.records))
             diary.commit(inserts(3))
         finally:
             began = time.monotonic()
-            keeper.stop()
-    assert time.monotonic() - began < STOP_SECONDS_MAX, "nobody waits until it is tried again"
+            maintenance.stop()
+    assert time.monotonic() - began < STOP_SECONDS_MAX, "no process waits for the next try"
     (record,) = (record for record in caplog.records if record.levelno == logging.ERROR)
     assert record.code == "log-corrupt"  # type: ignore[attr-defined] # an extra
     assert rows_of(ChangeLog.open(diary.path).follow(1)) == diary.rows(1)
 
 
 def test_a_killed_process_is_started_again(diary: Diary, caplog: pytest.LogCaptureFixture) -> None:
-    keeping = MaintenancePolicy(
+    policy = MaintenancePolicy(
         seal_commits=1, grace_seconds=0.0, retention=FOR_EVER, check_seconds=0.05, retry_seconds=0.1
     )
-    keeper = LogMaintenance(diary.path, keeping)
-    keeper.start()
+    maintenance = LogMaintenance(diary.path, policy)
+    maintenance.start()
     try:
         diary.commit(inserts(1))
         assert eventually(lambda: sealed_to(diary) == 1)
-        (pid,) = keeper_pids()
+        (pid,) = maintenance_pids()
         os.kill(pid, signal.SIGKILL)
         diary.commit(inserts(2))
         assert eventually(lambda: sealed_to(diary) == 2)
     finally:
-        keeper.stop()
+        maintenance.stop()
     assert "log maintenance ended, will be started again" in caplog.messages
-    assert keeper_pids() == []
+    assert maintenance_pids() == []
 
 
 def test_a_process_ends_with_its_parent(diary: Diary) -> None:
@@ -246,8 +246,8 @@ def test_a_process_ends_with_its_parent(diary: Diary) -> None:
     )
     with subprocess.Popen([sys.executable, "-c", script, str(diary.path)]) as starter:
         try:
-            assert eventually(lambda: len(keeper_pids(starter.pid)) == 1)
-            (pid,) = keeper_pids(starter.pid)
+            assert eventually(lambda: len(maintenance_pids(starter.pid)) == 1)
+            (pid,) = maintenance_pids(starter.pid)
         finally:
             starter.kill()
     assert eventually(lambda: not Path(f"/proc/{pid}").exists())
@@ -255,7 +255,7 @@ def test_a_process_ends_with_its_parent(diary: Diary) -> None:
 
 def test_maintenance_without_a_start_or_a_log_can_be_stopped(tmp_path: Path) -> None:
     LogMaintenance(tmp_path / "nothing", MaintenancePolicy()).stop()
-    keeper = LogMaintenance(tmp_path / "nothing", MaintenancePolicy())
-    keeper.start()
-    keeper.stop()
+    maintenance = LogMaintenance(tmp_path / "nothing", MaintenancePolicy())
+    maintenance.start()
+    maintenance.stop()
     assert not (tmp_path / "nothing").exists()

@@ -1,4 +1,4 @@
-"""Joining: many small seals become a larger one, complete in itself; the small ones go after a grace period."""
+"""Merging: many small seals become a larger one, and are removed after a grace period."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def runs(path: LogPath) -> list[tuple[int, int, int]]:
 
 
 def write_sealed(diary: Diary, commits: int, first: int = 0) -> None:
-    """Each commit sealed on its own."""
+    """Write commits, each sealed on its own."""
     for key in range(first, first + commits):
         diary.commit(inserts(key), inserts(key, key + 1000, schema=OTHER))
         seal(diary.path, join=False, grace_seconds=None)
@@ -83,18 +83,18 @@ def test_a_merged_seal_adds_up_its_parts(diary: Diary) -> None:
     seal(diary.path, join=False)
     before = seals(diary.path)
     seal(diary.path, limits=PAIRS)
-    (joined,) = seals(diary.path)
-    assert (joined.first, joined.last, joined.start, joined.end) == (1, 4, before[0].start, before[1].end)
-    assert (joined.first_seq, joined.next_seq) == (before[0].first_seq, before[1].next_seq)
-    assert (joined.rows, joined.transactions) == (8, sum(part.transactions for part in before))
-    assert (joined.written_from, joined.written_to) == (before[0].written_from, before[1].written_to)
-    assert (joined.shapes, joined.timeline) == (before[1].shapes, before[1].timeline)
-    (file,) = (file for file in joined.files if file.table == 1)
+    (merged,) = seals(diary.path)
+    assert (merged.first, merged.last, merged.start, merged.end) == (1, 4, before[0].start, before[1].end)
+    assert (merged.first_seq, merged.next_seq) == (before[0].first_seq, before[1].next_seq)
+    assert (merged.rows, merged.transactions) == (8, sum(part.transactions for part in before))
+    assert (merged.written_from, merged.written_to) == (before[0].written_from, before[1].written_to)
+    assert (merged.shapes, merged.timeline) == (before[1].shapes, before[1].timeline)
+    (file,) = (file for file in merged.files if file.table == 1)
     assert (file.moves, file.truncates, file.unfit) == (2, 1, 3)
     assert (file.first, file.last, file.rows) == (2, 4, 7)
     index = SealIndex(diary.path)
     index.refresh()
-    assert index.commit_list(joined).commit.tolist() == [1, 2, 3, 4]
+    assert index.commit_list(merged).commit.tolist() == [1, 2, 3, 4]
 
 
 def test_counts_of_a_file_are_added_once_for_any_number_of_row_groups(diary: Diary) -> None:
@@ -157,11 +157,11 @@ def test_small_files_are_written_again_as_one_and_large_ones_are_kept(diary: Dia
     write_sealed(diary, 2, first=100)
     before = {file.file for found in seals(diary.path) for file in found.files if file.size >= 20_000}
     seal(diary.path, limits=SealLimits(merge_count=5, small_bytes=20_000))
-    (joined,) = seals(diary.path)
-    mine = [file for file in joined.files if file.table == 1]
+    (merged,) = seals(diary.path)
+    mine = [file for file in merged.files if file.table == 1]
     assert [(file.first, file.last) for file in mine] == [(1, 2), (3, 3), (4, 5)]
     assert {mine[1].file} == before
-    assert [(file.first, file.last) for file in joined.files if file.table == 2] == [(1, 5)]
+    assert [(file.first, file.last) for file in merged.files if file.table == 2] == [(1, 5)]
     assert read_all(diary.path) == diary.rows()
     assert_nothing_left_over(diary.path)
 
@@ -171,8 +171,8 @@ def test_schema_versions_stay_in_files_of_their_own(diary: Diary) -> None:
         diary.commit(inserts(diary.writer.commit, schema=schema))
         seal(diary.path, join=False)
     seal(diary.path, limits=SealLimits(merge_count=5))
-    (joined,) = seals(diary.path)
-    assert [(file.schema, file.rows) for file in joined.files if file.table] == [(1, 2), (2, 2), (3, 1)]
+    (merged,) = seals(diary.path)
+    assert [(file.schema, file.rows) for file in merged.files if file.table] == [(1, 2), (2, 2), (3, 1)]
     assert read_all(diary.path) == diary.rows()
 
 
@@ -185,8 +185,8 @@ def test_row_groups_of_merged_files_end_where_commits_end(diary: Diary) -> None:
     (file,) = (diary.path / "cold" / "1").glob("*.parquet")
     with pq.ParquetFile(file) as parquet:
         commits = [
-            set(parquet.read_row_group(place).column(change.COMMIT).to_pylist())
-            for place in range(parquet.num_row_groups)
+            set(parquet.read_row_group(index).column(change.COMMIT).to_pylist())
+            for index in range(parquet.num_row_groups)
         ]
     assert commits == [{1, 2, 3}, {4, 5, 6}, {7, 8, 9}]
 
@@ -196,8 +196,8 @@ def test_merging_makes_no_file_larger_than_the_limit(diary: Diary) -> None:
         diary.commit((SHOP, [insert(commit, big=os.urandom(4000).hex())]))
         seal(diary.path, join=False)
     seal(diary.path, limits=SealLimits(file_sizes=SealFileSizes(group_rows=1, file_bytes=12_000)))
-    (joined,) = seals(diary.path)
-    sizes = [file.size for file in joined.files if file.table]
+    (merged,) = seals(diary.path)
+    sizes = [file.size for file in merged.files if file.table]
     assert len(sizes) > 2
     assert max(sizes) < 24_000
     assert read_all(diary.path) == diary.rows()

@@ -1,4 +1,7 @@
-"""What the log lets go of: by age, by bytes and by need; whoever comes too late is told, never served a gap."""
+"""Retention: the log trims by age, by bytes and by need.
+
+A late reader gets an error, never a gap.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +48,17 @@ DAY = 86_400.0
 NUMBERS = {SHOP: 1, OTHER: 2, THIRD: 3}
 
 
-def let_go(path: LogPath, *, days: float = 1.0, **policy: Any) -> TrimResult:
-    """Trim as one who comes so many days later; by default all that nobody needs is old enough then."""
+def trim_later(path: LogPath, *, days: float = 1.0, **policy: Any) -> TrimResult:
+    """Trim so many days later.
+
+    By default all that no reader needs is old enough then.
+    """
     with Sealer(path) as sealer:
         return trim(sealer, RetentionPolicy(**{"age_seconds": 0.0, **policy}), now=time.time() + days * DAY)
 
 
 def tables_hold(path: LogPath, *hints: tuple[TableSchema, int, int]) -> None:
-    """As if lake tables had covered no more than a commit and a `_seq`."""
+    """Report that lake tables have covered no more than a commit and a `_seq`."""
     write_table_progress(
         path,
         [
@@ -63,19 +69,19 @@ def tables_hold(path: LogPath, *hints: tuple[TableSchema, int, int]) -> None:
 
 
 def heavy(key: int, schema: TableSchema = SHOP, size: int = 20_000) -> Given:
-    """A row that does not become smaller by being compressed."""
+    """A row that compression does not make smaller."""
     return schema, [insert(key, big=os.urandom(size).hex())]
 
 
 def write_sealed(diary: Diary, *commits: tuple[Given, ...]) -> None:
-    """Each commit in a seal of its own, its own file gone but for the newest."""
+    """Write commits in seals of their own; only the newest keeps its own file."""
     for given in commits:
         diary.commit(*given)
         seal(diary.path, join=False)
 
 
 def numbers_kept(path: LogPath) -> dict[int, list[int]]:
-    """By table, the keys that the glob still shows."""
+    """Return, by table, the keys that the glob still shows."""
     tables = (1, 2, 3)
     return {table: [row["id"] for row in glob_rows(path, table)] for table in tables if glob_rows(path, table)}
 
@@ -85,9 +91,9 @@ def numbers_kept(path: LogPath) -> dict[int, list[int]]:
 
 def test_rows_younger_than_the_policy_are_kept_and_older_ones_trimmed(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),), (inserts(2),))
-    assert let_go(diary.path, days=6.9, age_seconds=7 * DAY) == TrimResult()
+    assert trim_later(diary.path, days=6.9, age_seconds=7 * DAY) == TrimResult()
     assert read_all(diary.path) == diary.rows()
-    done = let_go(diary.path, days=7.1, age_seconds=7 * DAY)
+    done = trim_later(diary.path, days=7.1, age_seconds=7 * DAY)
     # One file and one row are the schema stream's.
     assert (done.commits, done.files, done.rows, done.detached) == (2, 3, 3, ())
     assert done.bytes > 0
@@ -97,13 +103,13 @@ def test_rows_younger_than_the_policy_are_kept_and_older_ones_trimmed(diary: Dia
 
 def test_without_an_age_everything_is_kept_for_ever(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
-    assert let_go(diary.path, days=40_000, age_seconds=None) == TrimResult()
+    assert trim_later(diary.path, days=40_000, age_seconds=None) == TrimResult()
 
 
 def test_unsealed_rows_are_never_trimmed(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
     diary.commit(inserts(2))
-    let_go(diary.path, days=1000)
+    trim_later(diary.path, days=1000)
     assert read_all(diary.path, 1) == diary.rows(1)
     diary.commit(inserts(3))
     assert read_all(diary.path, 1) == diary.rows(1)
@@ -111,7 +117,7 @@ def test_unsealed_rows_are_never_trimmed(diary: Diary) -> None:
 
 def test_the_newest_commit_remains_when_all_rows_are_trimmed(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),), (), (inserts(2),))
-    let_go(diary.path)
+    trim_later(diary.path)
     seal(diary.path)
     assert stored_files(diary.path, "hot/*") == {f"hot/{3:020d}.arrow"}
     diary.reopen()
@@ -144,7 +150,7 @@ def assert_nothing_left_over_of(path: LogPath, commit: int) -> None:
 def test_a_clock_that_jumped_back_only_keeps_more(diary: Diary, jump_days: float) -> None:
     write_sealed(diary, (inserts(1),))
     list(ChangeLog.open(diary.path).follow(0, consumer="reader"))
-    assert let_go(diary.path, days=jump_days) == TrimResult()
+    assert trim_later(diary.path, days=jump_days) == TrimResult()
     assert [found.state for found in hold_usages(ChangeLog.open(diary.path), now=0.0)] == ["live"]
 
 
@@ -160,7 +166,7 @@ def test_the_age_of_rows_counts_from_their_commit_and_not_from_their_seal(diary:
 def test_a_clock_that_jumped_forward_trims_nothing_a_lake_table_needs(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
     tables_hold(diary.path, (SHOP, 0, 0))
-    let_go(diary.path, days=10_000)
+    trim_later(diary.path, days=10_000)
     assert read_all(diary.path) == diary.rows()
 
 
@@ -170,7 +176,7 @@ def test_a_clock_that_jumped_forward_trims_nothing_a_lake_table_needs(diary: Dia
 def test_a_table_holds_only_files_with_rows_of_its_own_that_it_has_not_covered(diary: Diary) -> None:
     write_sealed(diary, (inserts(1), inserts(10, schema=OTHER)), (inserts(2),), (inserts(20, schema=OTHER),))
     tables_hold(diary.path, (SHOP, 1, 1), (OTHER, 2, 2))
-    let_go(diary.path)
+    trim_later(diary.path)
     assert numbers_kept(diary.path) == {1: [2], 2: [20]}
     assert read_trimmed(diary.path).commit == 1
     log = ChangeLog.open(diary.path)
@@ -182,10 +188,10 @@ def test_a_table_holds_only_files_with_rows_of_its_own_that_it_has_not_covered(d
 def test_a_quiet_table_holds_nothing_at_any_age_of_its_progress(diary: Diary) -> None:
     write_sealed(diary, (inserts(1), inserts(10, schema=OTHER)), (inserts(2),), (inserts(3),), (inserts(4),))
     tables_hold(diary.path, (OTHER, 1, 2), (SHOP, 4, 5))
-    let_go(diary.path)
+    trim_later(diary.path)
     assert numbers_kept(diary.path) == {}
     assert [found.state for found in hold_usages(ChangeLog.open(diary.path))] == ["live", "live"]
-    # It has lost nothing, and says so by reading on.
+    # It has lost nothing: it continues to read.
     diary.commit(inserts(11, schema=OTHER))
     assert rows_of(ChangeLog.open(diary.path).follow(1, table="public.other")) == diary.rows(4, OTHER)
 
@@ -193,10 +199,10 @@ def test_a_quiet_table_holds_nothing_at_any_age_of_its_progress(diary: Diary) ->
 def test_a_table_that_covered_rows_up_to_a_row_within_a_commit_holds_the_rest(diary: Diary) -> None:
     write_sealed(diary, (inserts(1, 2, 3),), (inserts(4),))
     tables_hold(diary.path, (SHOP, 0, 2))
-    let_go(diary.path)
+    trim_later(diary.path)
     assert numbers_kept(diary.path) == {1: [1, 2, 3, 4]}
     tables_hold(diary.path, (SHOP, 0, 3))
-    let_go(diary.path)
+    trim_later(diary.path)
     assert numbers_kept(diary.path) == {1: [4]}
     assert [row.seq for row in rows_of(ChangeLog.open(diary.path).read(1, 2, tables=[1], after_seq=3))] == [4]
 
@@ -205,10 +211,10 @@ def test_a_reader_of_one_table_does_not_hold_another(diary: Diary) -> None:
     write_sealed(diary, (inserts(1), inserts(10, schema=OTHER)))
     follower = ChangeLog.open(diary.path).follow(table="public.other", consumer="reader")
     next(follower)
-    let_go(diary.path)
+    trim_later(diary.path)
     assert numbers_kept(diary.path) == {2: [10]}
     assert list(follower) == []
-    let_go(diary.path)
+    trim_later(diary.path)
     assert numbers_kept(diary.path) == {}
 
 
@@ -216,35 +222,35 @@ def test_a_reader_of_all_tables_holds_all_of_them(diary: Diary) -> None:
     write_sealed(diary, (inserts(1), inserts(10, schema=OTHER)), (inserts(2),))
     follower = ChangeLog.open(diary.path).follow(consumer="reader")
     next(follower)
-    let_go(diary.path)
+    trim_later(diary.path)
     assert read_all(diary.path) == diary.rows()
     assert len(list(follower)) == 2
-    let_go(diary.path)
+    trim_later(diary.path)
     assert numbers_kept(diary.path) == {}
 
 
 def test_a_reader_of_all_tables_has_lost_nothing_when_only_the_schema_stream_is_trimmed(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),), (inserts(2),))
     tables_hold(diary.path, (SHOP, 0, 0))
-    let_go(diary.path)
+    trim_later(diary.path)
     assert set(read_trimmed(diary.path).tables) == {0}
     follower = ChangeLog.open(diary.path).follow(consumer="reader")
     next(follower)
     tables_hold(diary.path)
     assert [found.state for found in hold_usages(ChangeLog.open(diary.path))] == ["live"]
-    let_go(diary.path)
+    trim_later(diary.path)
     assert read_all(diary.path) == diary.rows()
-    assert len(list(follower)) == 1, "the second row is still there for it"
+    assert len(list(follower)) == 1, "the second row is still kept for it"
 
 
 def test_an_expired_reader_holds_nothing_and_gets_an_error(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
     log = ChangeLog.open(diary.path)
     next(log.follow(consumer="reader", expires_seconds=3 * DAY))
-    let_go(diary.path, days=2.9)
+    trim_later(diary.path, days=2.9)
     assert [found.state for found in hold_usages(log, now=time.time() + 2.9 * DAY)] == ["live"]
     assert numbers_kept(diary.path) == {1: [1]}
-    let_go(diary.path, days=3.1)
+    trim_later(diary.path, days=3.1)
     assert [found.state for found in hold_usages(log, now=time.time() + 3.1 * DAY)] == ["expired"]
     assert numbers_kept(diary.path) == {}
     with pytest.raises(LogTrimmed):
@@ -254,16 +260,16 @@ def test_an_expired_reader_holds_nothing_and_gets_an_error(diary: Diary) -> None
 def test_a_reader_that_never_expires_holds_its_rows(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
     next(ChangeLog.open(diary.path).follow(consumer="patient", expires_seconds=None))
-    let_go(diary.path, days=10_000)
+    trim_later(diary.path, days=10_000)
     assert numbers_kept(diary.path) == {1: [1]}
 
 
 def test_rows_of_a_forgotten_reader_are_trimmed(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
     next(ChangeLog.open(diary.path).follow(consumer="reader"))
-    let_go(diary.path)
+    trim_later(diary.path)
     consumers.forget_consumer(diary.path, "reader")
-    let_go(diary.path)
+    trim_later(diary.path)
     assert numbers_kept(diary.path) == {}
 
 
@@ -286,17 +292,17 @@ def test_hold_usages_report_every_hold(diary: Diary) -> None:
 def test_the_oldest_unneeded_rows_are_trimmed_until_the_rest_fits(diary: Diary) -> None:
     write_sealed(diary, *((heavy(key),) for key in range(6)))
     size = disk_bytes(diary.path)
-    done = let_go(diary.path, age_seconds=None, bytes=size - 50_000)
+    done = trim_later(diary.path, age_seconds=None, bytes=size - 50_000)
     assert (done.files, done.detached) == (3, ())  # one of them is the schema stream's
     assert numbers_kept(diary.path) == {1: [2, 3, 4, 5]}
     assert disk_bytes(diary.path) <= size - 50_000 + 10_000  # the record of it takes room too
-    assert let_go(diary.path, age_seconds=None, bytes=size - 50_000) == TrimResult()
+    assert trim_later(diary.path, age_seconds=None, bytes=size - 50_000) == TrimResult()
 
 
 def test_the_byte_limit_trims_no_needed_rows(diary: Diary) -> None:
     write_sealed(diary, *((heavy(key), heavy(key, OTHER)) for key in range(3)))
     tables_hold(diary.path, (SHOP, 0, 0))
-    let_go(diary.path, age_seconds=None, bytes=1)
+    trim_later(diary.path, age_seconds=None, bytes=1)
     assert numbers_kept(diary.path) == {1: [0, 1, 2]}
 
 
@@ -320,7 +326,7 @@ def test_only_the_largest_hold_is_detached(diary: Diary, caplog: pytest.LogCaptu
     tables_hold(diary.path, (SHOP, 0, 0), (OTHER, 0, 0), (THIRD, 0, 0))
     size = disk_bytes(diary.path)
     with caplog.at_level(logging.ERROR):
-        done = let_go(diary.path, age_seconds=None, max_bytes=int((size - 50_000) / 0.9))
+        done = trim_later(diary.path, age_seconds=None, max_bytes=int((size - 50_000) / 0.9))
     assert done.detached == ("public.things",)
     assert [(record.levelname, record.who) for record in caplog.records] == [("ERROR", "public.things")]  # type: ignore[attr-defined] # an extra
     log = ChangeLog.open(diary.path)
@@ -338,8 +344,8 @@ def test_a_detached_reader_holds_nothing_and_is_not_detached_again(diary: Diary)
     write_sealed(diary, *((heavy(key), heavy(key, OTHER, 5_000)) for key in range(4)))
     tables_hold(diary.path, (SHOP, 0, 0), (OTHER, 0, 0))
     size = disk_bytes(diary.path)
-    assert let_go(diary.path, age_seconds=None, max_bytes=int((size - 50_000) / 0.9)).detached
-    done = let_go(diary.path)
+    assert trim_later(diary.path, age_seconds=None, max_bytes=int((size - 50_000) / 0.9)).detached
+    done = trim_later(diary.path)
     assert done.detached == ()
     assert numbers_kept(diary.path) == {2: [0, 1, 2, 3]}
 
@@ -348,7 +354,7 @@ def test_unneeded_rows_are_trimmed_before_a_reader_is_detached(diary: Diary) -> 
     write_sealed(diary, *((heavy(key), heavy(key, OTHER)) for key in range(4)))
     tables_hold(diary.path, (SHOP, 0, 0))
     size = disk_bytes(diary.path)
-    done = let_go(diary.path, age_seconds=None, max_bytes=int((size - 100_000) / 0.9))
+    done = trim_later(diary.path, age_seconds=None, max_bytes=int((size - 100_000) / 0.9))
     assert done.detached == ()
     assert numbers_kept(diary.path)[1] == [0, 1, 2, 3]
 
@@ -358,7 +364,7 @@ def test_all_holds_that_lose_rows_are_named_and_no_others(diary: Diary) -> None:
     log = ChangeLog.open(diary.path)
     for name, table in (("all", None), ("one", "public.things"), ("two", "public.things"), ("other", "public.other")):
         next(log.follow(table=table, consumer=name))
-    done = let_go(diary.path, age_seconds=None, max_bytes=int((disk_bytes(diary.path) - 50_000) / 0.9))
+    done = trim_later(diary.path, age_seconds=None, max_bytes=int((disk_bytes(diary.path) - 50_000) / 0.9))
     lost = {item.hold.name for item in hold_usages(log) if item.state == "detached"}
     assert set(done.detached) == lost == {"all", "one", "two"}
     assert rows_of(log.follow(table="public.other", consumer="other")) == diary.rows(schema=OTHER)
@@ -367,13 +373,13 @@ def test_all_holds_that_lose_rows_are_named_and_no_others(diary: Diary) -> None:
 def test_below_the_limit_no_hold_is_detached(diary: Diary) -> None:
     write_sealed(diary, (heavy(1),))
     tables_hold(diary.path, (SHOP, 0, 0))
-    assert let_go(diary.path, age_seconds=None, max_bytes=disk_bytes(diary.path) * 2) == TrimResult()
+    assert trim_later(diary.path, age_seconds=None, max_bytes=disk_bytes(diary.path) * 2) == TrimResult()
 
 
 def test_unsealed_rows_are_not_taken_from_a_hold(diary: Diary) -> None:
     diary.commit(heavy(1))
     tables_hold(diary.path, (SHOP, 0, 0))
-    assert let_go(diary.path, age_seconds=None, max_bytes=1000) == TrimResult()
+    assert trim_later(diary.path, age_seconds=None, max_bytes=1000) == TrimResult()
     assert read_all(diary.path) == diary.rows()
 
 
@@ -385,24 +391,24 @@ def test_no_hold_is_detached_for_room_that_only_sealing_can_make(diary: Diary) -
     diary.commit(heavy(2, OTHER))
     tables_hold(diary.path, (SHOP, 0, 0), (OTHER, 0, 0))
     over = int((disk_bytes(diary.path) - 20_000) / 0.9)
-    assert let_go(diary.path, age_seconds=None, max_bytes=over).detached == ()
+    assert trim_later(diary.path, age_seconds=None, max_bytes=over).detached == ()
     assert numbers_kept(diary.path) == {1: [1]}
     seal(diary.path)
     over = int((disk_bytes(diary.path) - 20_000) / 0.9)
-    assert let_go(diary.path, age_seconds=None, max_bytes=over).detached == (str(OTHER.table),)
+    assert trim_later(diary.path, age_seconds=None, max_bytes=over).detached == (str(OTHER.table),)
 
 
 def test_no_hold_is_detached_for_room_that_the_newest_commit_takes_twice(diary: Diary) -> None:
     write_sealed(diary, (heavy(1), inserts(2, schema=OTHER)))
     tables_hold(diary.path, (SHOP, 0, 0), (OTHER, 0, 0))
-    assert let_go(diary.path, age_seconds=None, max_bytes=30_000).detached == (str(SHOP.table),)
+    assert trim_later(diary.path, age_seconds=None, max_bytes=30_000).detached == (str(SHOP.table),)
 
 
 def test_the_trim_record_counts_trimmed_rows(diary: Diary) -> None:
     diary.commit()
     write_sealed(diary, (inserts(1, 2), inserts(10, schema=OTHER)), (inserts(3),))
     tables_hold(diary.path, (SHOP, 2, 2))
-    let_go(diary.path)
+    trim_later(diary.path)
     first = read_trimmed(diary.path)
     assert (first.commit, first.position, first.next_seq) == (2, Lsn(200), 4)
     assert (first.transactions, first.rows) == (1, 3)
@@ -412,7 +418,7 @@ def test_the_trim_record_counts_trimmed_rows(diary: Diary) -> None:
         2: (3, 2, 1),
     }
     tables_hold(diary.path)
-    let_go(diary.path)
+    trim_later(diary.path)
     then = read_trimmed(diary.path)
     assert (then.commit, then.rows, then.transactions, then.tables[1].rows) == (3, 4, 2, 3)
     assert then.tables[2] == first.tables[2]
@@ -424,7 +430,7 @@ def test_an_index_counts_trimmed_rows_as_captured(diary: Diary) -> None:
     index.grow()
     before = (index.rows, index.transactions, index.rows_captured(1), index.rows_captured(2), index.last_commit)
     tables_hold(diary.path, (OTHER, 0, 0))
-    let_go(diary.path)
+    trim_later(diary.path)
     for found in (index, LogIndex(ChangeLog.open(diary.path))):
         found.grow()
         after = (found.rows, found.transactions, found.rows_captured(1), found.rows_captured(2), found.last_commit)
@@ -456,7 +462,7 @@ def test_trimmed_narrow_seals_in_their_grace_period_do_not_reappear(diary: Diary
     seal(diary.path, grace_seconds=300)
     assert len(stored_files(diary.path, "cold/*.json")) == 9
     diary.commit(inserts(9))
-    let_go(diary.path)
+    trim_later(diary.path)
     assert stored_files(diary.path, "cold/*.json", "cold/files/*/*") == set()
     assert read_all(diary.path, 8) == diary.rows(8)
     with pytest.raises(LogTrimmed):
@@ -469,7 +475,7 @@ def test_repeated_trimming_and_sealing_count_nothing_twice(diary: Diary) -> None
             diary.commit(inserts(round_ * 10 + key), inserts(key, schema=OTHER))
             seal(diary.path, limits=SealLimits(merge_count=2))
         tables_hold(diary.path, (OTHER, diary.writer.commit - 1, 0))
-        let_go(diary.path)
+        trim_later(diary.path)
         index = LogIndex(ChangeLog.open(diary.path))
         index.grow()
         assert (index.rows, index.rows_captured(1), index.rows_captured(2)) == (

@@ -1,4 +1,4 @@
-"""Sealed files: Parquet that any reader understands, bounded in size and memory, shown once by the glob."""
+"""Sealed files: Parquet for any reader, bounded in size and memory, shown by the glob."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_row_groups_end_where_commits_end(diary: Diary) -> None:
         diary.commit(inserts(*range(commit * 10, commit * 10 + 3)), inserts(commit, schema=OTHER))
     seal(diary.path, limits=SealLimits(file_sizes=SealFileSizes(group_rows=5)))
     with only_file(diary.path) as file:
-        commits = [file.read_row_group(place).column(change.COMMIT).to_pylist() for place in range(file.num_row_groups)]
+        commits = [file.read_row_group(index).column(change.COMMIT).to_pylist() for index in range(file.num_row_groups)]
     assert [sorted(set(found)) for found in commits] == [[1, 2], [3, 4], [5, 6], [7]]
     with only_file(diary.path, 2) as file:
         assert file.num_row_groups == 2
@@ -124,14 +124,14 @@ def test_rows_pending_for_a_row_group_are_bounded_for_any_commit(diary: Diary, m
     peaks: list[int] = []
     sizes = SealFileSizes(pending_bytes_max=50_000, group_bytes_max=40_000)
     with Sealer(diary.path, limits=SealLimits(file_sizes=sizes)) as sealer:
-        assert len(list(sealer.log.follow(0))) == 80  # what is made ready once, per version, is ready now
+        assert len(list(sealer.log.follow(0))) == 80  # what is prepared once per version is prepared now
         before = pa.total_allocated_bytes()
         given = sealer.log.batch
 
         def watched(*arguments: Any) -> Any:
             peaks.append(pa.total_allocated_bytes() - before)
             found = given(*arguments)
-            # A copy, for what lies in a mapped file does not count as memory.
+            # A copy, because bytes of a mapped file do not count as memory.
             return replace(found, data=found.data.take(pa.array(range(len(found)))))
 
         monkeypatch.setattr(sealer.log, "batch", watched)
@@ -148,8 +148,8 @@ def test_files_are_zstd_with_statistics_and_page_checksums(diary: Diary) -> None
     seal(diary.path, limits=SealLimits(file_sizes=SealFileSizes(group_rows=10)))
     with only_file(diary.path) as file:
         found = []
-        for place in range(file.num_row_groups):
-            group = file.metadata.row_group(place)
+        for index in range(file.num_row_groups):
+            group = file.metadata.row_group(index)
             columns = {group.column(n).path_in_schema: group.column(n) for n in range(group.num_columns)}
             assert {column.compression for column in columns.values()} == {"ZSTD"}
             seqs, commits = columns[change.SEQ].statistics, columns[change.COMMIT].statistics

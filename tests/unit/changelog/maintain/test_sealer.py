@@ -1,4 +1,7 @@
-"""Sealing: the same rows in another place. Whoever reads before, during or after finds each once and unchanged."""
+"""Sealing writes the same rows into other files.
+
+A reader before, during or after finds each row once and unchanged.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ PAIRS = SealLimits(merge_count=2)
 """Every two seals become one."""
 
 
-# --- the same rows, wherever they lie ------------------------------------------------------------------------
+# --- the same rows, sealed or not --------------------------------------------------------------------------
 
 
 def test_a_row_is_the_same_before_sealing_in_the_grace_period_and_after(diary: Diary) -> None:
@@ -162,7 +165,7 @@ def test_values_of_every_type_and_columns_of_odd_names_are_read_back(diary: Diar
 
 
 def write_a_little(diary: Diary) -> None:
-    """As above, but for tests that write many logs."""
+    """Write a small log, for tests that write many."""
     diary.commit(rich(1), inserts(2, schema=OTHER))
     diary.commit()
     diary.commit(inserts(3, schema=OTHER), inserts(4), (WIDER, [insert(5, added=True)]))
@@ -262,9 +265,9 @@ def test_sealing_nothing_and_sealing_again_do_nothing(diary: Diary) -> None:
     with Sealer(diary.path) as sealer:
         assert sealer.seal().seals == 0
         diary.commit(inserts(1))
-        told: list[tuple[int, int]] = []
-        done = sealer.seal(lambda done, of: told.append((done, of)))
-        assert (done.seals, done.commits, done.rows, told) == (1, 1, 1, [(1, 1)])
+        calls: list[tuple[int, int]] = []
+        done = sealer.seal(lambda done, of: calls.append((done, of)))
+        assert (done.seals, done.commits, done.rows, calls) == (1, 1, 1, [(1, 1)])
         assert done.bytes > 0
         assert sealer.seal().seals == 0
         assert sealer.unsealed_range() == (2, 1)
@@ -273,10 +276,10 @@ def test_sealing_nothing_and_sealing_again_do_nothing(diary: Diary) -> None:
 def test_progress_is_reported_after_each_seal(diary: Diary) -> None:
     for key in range(5):
         diary.commit(inserts(key))
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     with Sealer(diary.path, limits=SealLimits(commits=2)) as sealer:
-        assert sealer.seal(lambda done, of: told.append((done, of))).seals == 3
-    assert told == [(2, 5), (4, 5), (5, 5)]
+        assert sealer.seal(lambda done, of: calls.append((done, of))).seals == 3
+    assert calls == [(2, 5), (4, 5), (5, 5)]
 
 
 def test_a_seal_ends_before_the_commit_that_would_make_it_too_large(diary: Diary) -> None:

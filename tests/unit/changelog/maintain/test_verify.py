@@ -1,4 +1,4 @@
-"""Whatever is not as it was written is told with its file; what others do meanwhile is not."""
+"""Every damaged or missing file is reported; work of other processes is not."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ FIXTURE = Path(__file__).parents[3] / "fixtures" / "log-format-1" / "log"
 
 
 def large_transaction(diary: Diary, *parts: list[Given]) -> None:
-    """A transaction that comes in these parts; all but the last are written out as they come."""
+    """Write a transaction in these parts; all but the last are written as they arrive."""
     rows = 0
-    for place, part in enumerate(parts):
+    for number, part in enumerate(parts):
         batches, first = [], 0
         for schema, given in part:
             made = batch(schema, *given, first=first)
@@ -52,15 +52,18 @@ def large_transaction(diary: Diary, *parts: list[Given]) -> None:
             batches.append(replace(made, data=made.data.set_column(at, made.data.schema.field(at), index)))
             first, rows = first + len(made), rows + len(made)
         begin = diary.writer.position.value
-        if place < len(parts) - 1:
-            diary.writer.append(open_window(begin, *batches, continues=place > 0))
+        if number < len(parts) - 1:
+            diary.writer.append(open_window(begin, *batches, continues=number > 0))
         else:
             diary.writer.append(finishing_window(begin, begin + STEP, *batches))
 
 
 def fill(path: Path) -> None:
-    """A log with everything in it: two shapes, seals of two levels, replaced files, large transactions, a trimmed
-    table, commits that are not sealed, and one that is and still has its own file."""
+    """Write a log with everything in it.
+
+    It has two schemas, seals of two levels, replaced files, large transactions, a trimmed table, unsealed commits, and
+    a sealed one that still has its own file.
+    """
     diary = Diary(path)
     diary.commit()
     for number in range(8):
@@ -119,7 +122,10 @@ def paths(path: Path) -> set[str]:
 
 
 def some(found: list[Path]) -> list[Path]:
-    """The first, the last and a few between: looking at a whole log once per file takes its time."""
+    """Return the first, the last and a few between.
+
+    To check a whole log once per file takes time.
+    """
     return found if len(found) < 5 else [*found[:: len(found) // 3], found[-1]]
 
 
@@ -161,10 +167,10 @@ def test_a_folder_without_a_log_is_an_error_and_no_flaw(folder: Path) -> None:
 
 
 def test_progress_is_reported_in_bytes_and_ends_with_all_of_them(log: Path) -> None:
-    told: list[tuple[int, int]] = []
-    verify.verify(log, lambda done, of: told.append((done, of)))
-    assert told == sorted(told)
-    assert told[-1][0] == told[-1][1] > 0
+    calls: list[tuple[int, int]] = []
+    verify.verify(log, lambda done, of: calls.append((done, of)))
+    assert calls == sorted(calls)
+    assert calls[-1][0] == calls[-1][1] > 0
 
 
 # --- every file, damaged and removed -----------------------------------------------------------------------
@@ -189,7 +195,7 @@ def test_a_flipped_bit_is_found_in_every_file(log: Path, pattern: str) -> None:
 
 
 def covered(commit: bytes, at: int) -> bool:
-    """Whether a byte of a commit's file is one that something answers for: padding is not."""
+    """Return true if a checksum covers this byte of a commit's file: none covers padding."""
     size = 16 + int(struct.unpack_from("<I", commit, 8)[0])
     header = json.loads(commit[16:size])
     begin = commit_file.align(size)
@@ -213,9 +219,9 @@ def test_a_file_that_was_removed_by_hand_is_found(log: Path, pattern: str) -> No
         file.unlink()
         found = paths(log)
         if pattern.startswith(("hot", "cold")) and name not in needed:
-            assert not found, f"something else stands for {name}"
+            assert not found, f"another file replaces {name}"
         elif name == f"hot/{newest:020d}.arrow" or pattern in ("trimmed.json", "cold/*.json"):
-            pass  # what is lost with it shows elsewhere, or it is as if it had never been
+            pass  # its loss shows elsewhere, or the log is as if it had never existed
         else:
             assert name in found
         file.write_bytes(whole)
@@ -271,7 +277,7 @@ def test_the_newest_commit_must_have_a_file_of_its_own(diary: Diary) -> None:
     assert [flaw.message for flaw in flaws(diary.path)] == ["the newest commit has no file of its own"]
 
 
-# --- files that are whole, and do not fit together ---------------------------------------------------------
+# --- sound files that do not match each other --------------------------------------------------------------
 
 
 def with_header(file: Path, **fields: object) -> None:
@@ -388,7 +394,7 @@ def test_a_broken_or_missing_link_is_found_and_made_again(log: Path, monkeypatch
     assert flaws(log) == []
 
 
-# --- beside others -----------------------------------------------------------------------------------------
+# --- concurrent work ----------------------------------------------------------------------------------------
 
 
 def test_a_large_transaction_partly_removed_by_cleaning_has_no_flaw(
@@ -427,9 +433,9 @@ def test_a_log_that_is_written_sealed_and_trimmed_meanwhile_has_no_flaw(quick: P
 
     def order() -> None:
         log = ChangeLog.open(quick)
-        keeping = MaintenancePolicy(grace_seconds=0.0, retention=RetentionPolicy(age_seconds=0.3))
+        policy = MaintenancePolicy(grace_seconds=0.0, retention=RetentionPolicy(age_seconds=0.3))
         while not done.is_set():
-            maintain_once(log, keeping, seal=True)
+            maintain_once(log, policy, seal=True)
 
     with ThreadPoolExecutor() as pool:
         working = [pool.submit(write), pool.submit(order)]

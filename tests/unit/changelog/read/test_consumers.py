@@ -1,4 +1,4 @@
-"""Named readers: the log remembers how far each is, so that one that was stopped goes on without a gap."""
+"""Named readers: the log saves each reader's offset, so that it continues without a gap."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_and_die(path: Path, batches: int, **how: Any) -> list[int]:
     return seqs(found)
 
 
-# --- the place -----------------------------------------------------------------------------------------------
+# --- the offset ----------------------------------------------------------------------------------------------
 
 
 def test_a_reader_continues_where_it_stopped(diary: Diary) -> None:
@@ -82,9 +82,9 @@ def test_a_batch_counts_as_read_when_the_next_one_is_requested(diary: Diary, sea
         if sealed:
             seal(diary.path, join=False)
     expected = [row.seq for row in diary.rows(schema=SHOP)]
-    for place in range(4):
-        assert read_and_die(diary.path, 2 if place else 1, table="public.things") == (
-            expected[place - 1 : place + 1] if place else expected[:1]
+    for index in range(4):
+        assert read_and_die(diary.path, 2 if index else 1, table="public.things") == (
+            expected[index - 1 : index + 1] if index else expected[:1]
         )
     assert seqs(ChangeLog.open(diary.path).follow(table="public.things", consumer="reader")) == expected[3:]
 

@@ -1,4 +1,4 @@
-"""What is not what was written is an error that names the file, before a row of it is delivered."""
+"""Damage is an error that names the file, before any of its rows is delivered."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def flipped(data: bytes, at: int) -> bytes:
 
 
 def deliver(folder: Path, to: list[ChangeBatch]) -> None:
-    """Read the whole log; what came before an error stays in `to`."""
+    """Read the whole log; rows before an error stay in `to`."""
     for batch in ChangeLog.open(folder).follow(0):
         to.append(batch)  # noqa: PERF402 - extending would lose them
 
@@ -39,7 +39,7 @@ def header_bytes(data: bytes) -> int:
 
 
 def with_header(data: bytes, **fields: object) -> bytes:
-    """The commit with fields of its header changed and the checksum made to fit."""
+    """Return the commit with header fields changed and a matching checksum."""
     size = header_bytes(data)
     stored = json.loads(data[16:size]) | fields
     text = json.dumps(stored, separators=(",", ":")).encode()
@@ -66,7 +66,7 @@ DAMAGES: dict[str, Damage] = {
     "another program's file": lambda data: b"PAR1" + data[4:],
     "another log's commit": lambda data: with_header(data, log="0" * 32),
     "another commit's number": lambda data: with_header(data, commit=3),
-    "another place in the source's log": lambda data: with_header(data, start="0/1"),
+    "another position in the source's log": lambda data: with_header(data, start="0/1"),
     "a format of the future": lambda data: with_header(data, format=2),
 }
 
@@ -83,8 +83,8 @@ def test_a_damaged_commit_is_named_and_none_of_its_rows_delivered(filled: Path, 
     assert caught.value.hint
 
 
-SOUND_ALONE = ("another commit's number", "another place in the source's log")
-"""It is the last one's number, and whether it fits the one before is for a reader to see."""
+SOUND_ALONE = ("another commit's number", "another position in the source's log")
+"""Damage of a last commit that only a comparison with the one before shows."""
 
 
 @pytest.mark.parametrize("name", [name for name in DAMAGES if name not in SOUND_ALONE])
@@ -106,7 +106,7 @@ TORN = [name for name in DAMAGES if "left" in name or "zeros" in name]
 
 @pytest.mark.parametrize("name", TORN)
 def test_a_torn_newest_commit_is_reported_and_captured_again_once_it_is_moved_away(filled: Path, name: str) -> None:
-    """A disk that lies: the file had been made durable before it had its name."""
+    """The disk lies: the file had been made durable before it had its name."""
     path = commit_path(filled, 3)
     path.write_bytes(DAMAGES[name](path.read_bytes()))
     with pytest.raises(LogCorrupt) as caught:
@@ -115,7 +115,7 @@ def test_a_torn_newest_commit_is_reported_and_captured_again_once_it_is_moved_aw
     assert f"move the newest commit ({path.name}) away" in caught.value.hint
     path.rename(path.with_name("moved away"))
     writer = LogWriter(filled, SOURCE)
-    assert writer.position.value == 200, "from here on the source is asked again, and says so if it cannot"
+    assert writer.position.value == 200, "from here the source is read again, or reports that it cannot"
     writer.append(rows_window(200, 300, 4, 5))
     writer.close()
     assert len(ids(list(ChangeLog.open(filled).follow(0)))) == 5

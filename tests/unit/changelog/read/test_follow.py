@@ -1,4 +1,7 @@
-"""Following: every row once, in order, from where one asks, at the reader's own pace; or told that it is too late."""
+"""Following: every row once, in order, at the reader's own pace.
+
+A reader that is too late gets an error.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,13 @@ LATER = 4e9
 
 
 def trim_all(path: LogPath) -> None:
-    """Let go of every sealed row that nobody needs."""
+    """Trim every sealed row that no reader needs."""
     with Sealer(path) as sealer:
         trim(sealer, LET_GO, now=LATER)
 
 
 def hold(path: LogPath, schema: TableSchema, number: int, commit: int = 0, seq: int = 0) -> None:
-    """As if a lake table had covered no more than this."""
+    """Report that a lake table has covered no more than this."""
     write_table_progress(path, [TableProgress(table=schema.table, numbers=(number,), commit=commit, seq=seq)])
 
 
@@ -132,7 +135,7 @@ def test_waiting_ends_after_the_given_seconds_without_a_row(diary: Diary) -> Non
 
 
 def mapped(log: ChangeLog) -> list[str]:
-    """The log's sealed files of which this process has a part in its memory."""
+    """Return the sealed files of the log that this process has mapped."""
     files = {str(path) for path in [*log.files(1), *log.files(2)]}
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if line.rpartition(" ")[2] in files]
 
@@ -166,7 +169,7 @@ def test_a_damaged_sealed_file_is_named_even_after_it_was_read_once(diary: Diary
     assert path.name in str(caught.value)
 
 
-# --- what is gone --------------------------------------------------------------------------------------------
+# --- trimmed rows --------------------------------------------------------------------------------------------
 
 
 def test_a_late_reader_gets_an_error_for_every_trimmed_commit(diary: Diary) -> None:
@@ -221,7 +224,7 @@ def test_a_reader_gets_no_gap_when_its_table_is_trimmed_between_two_batches(diar
         seal(diary.path, join=False)
     reader = ChangeLog.open(diary.path).read(1, 6, tables=[1])
     found = list(itertools.islice(reader, paused))
-    # What another table still needs keeps the seals: only the files of this one go.
+    # Rows that another table still needs keep the seals: only the files of this table are removed.
     hold(diary.path, OTHER, 2)
     trim_all(diary.path)
     gone = ChangeLog.open(diary.path).trimmed()

@@ -1,4 +1,4 @@
-"""One shape over all versions of a table: columns by name, types that hold every value, text where none does."""
+"""One schema over all versions of a table, with types that hold every value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def column(name: str, kind: pa.DataType) -> Column:
     return Column(name=name, source_type="any", type=kind)
 
 
-def shape(*columns: Column) -> TableSchema:
+def schema_of(*columns: Column) -> TableSchema:
     return replace(SHOP, columns=columns, key=(columns[0].name,))
 
 
@@ -33,7 +33,7 @@ ID = column("id", pa.int64())
 
 def only(value: object, kind: pa.DataType) -> ChangeBatch:
     """A batch of one row of a table (id, value)."""
-    schema = shape(ID, column("value", kind))
+    schema = schema_of(ID, column("value", kind))
     base = batch(SHOP, insert(1)).data
     fields = schema.change_schema()
     known = {change.OP, change.SEQ, change.POSITION, change.TX, change.TX_INDEX, change.COMMITTED_AT}
@@ -43,8 +43,8 @@ def only(value: object, kind: pa.DataType) -> ChangeBatch:
 
 
 def test_columns_of_the_newest_version_precede_those_of_older_versions() -> None:
-    old = shape(ID, column("gone", pa.string()), column("kept", pa.int32()))
-    new = shape(ID, column("added", pa.bool_()), column("kept", pa.int32()))
+    old = schema_of(ID, column("gone", pa.string()), column("kept", pa.int32()))
+    new = schema_of(ID, column("added", pa.bool_()), column("kept", pa.int32()))
     assert merged_schema([old, new]).names == ["id", "added", "kept", "gone"]
 
 
@@ -65,7 +65,7 @@ def test_columns_of_the_newest_version_precede_those_of_older_versions() -> None
 def test_a_retyped_column_gets_the_narrowest_type_that_holds_both(
     old: pa.DataType, new: pa.DataType, merged: pa.DataType
 ) -> None:
-    versions = [shape(ID, column("value", old)), shape(ID, column("value", new))]
+    versions = [schema_of(ID, column("value", old)), schema_of(ID, column("value", new))]
     assert merged_schema(versions).columns[1].type == merged
     assert merged_schema(versions[::-1]).columns[1].type == merged
 
@@ -85,7 +85,7 @@ def test_a_retyped_column_gets_the_narrowest_type_that_holds_both(
     ],
 )
 def test_values_are_kept_exactly(value: object, kind: pa.DataType, wanted: pa.DataType, read: object) -> None:
-    found = conform_to_schema(only(value, kind), shape(ID, column("value", wanted)))
+    found = conform_to_schema(only(value, kind), schema_of(ID, column("value", wanted)))
     assert found.data.column("value").to_pylist() == [read]
 
 
@@ -108,8 +108,8 @@ def test_the_view_keeps_the_replica_identity_of_a_deleted_row(tmp_path: Path) ->
     writer.append(window(0, 10, batch(SHOP, delete(1)), batch(full, delete(2, name="a", n=3), first=1)))
     writer.close()
     views = ChangeLog.open(tmp_path / "log").follow(table=str(SHOP.table), merged=True)
-    told = [event.before for found in views for event in found.events()]
-    assert told == [{"id": 1}, {"id": 2, "name": "a", "big": None, "n": 3}]
+    old_rows = [event.before for found in views for event in found.events()]
+    assert old_rows == [{"id": 1}, {"id": 2, "name": "a", "big": None, "n": 3}]
 
 
 KEYS = {
@@ -132,9 +132,9 @@ def test_every_version_fits_its_view_after_any_key_change(versions: list[TableSc
         if SHOP in versions
         else {}
     )
-    assert not old or str(old["id"]) == "1", "an old key is told by the columns it had"
+    assert not old or str(old["id"]) == "1", "an old key has the columns it had"
 
 
 def test_a_version_with_a_key_unknown_to_the_view_does_not_fit() -> None:
     assert not fits_schema(replace(SHOP, key=("n",)), merged_schema([SHOP]))
-    assert fits_schema(replace(SHOP, key=()), merged_schema([SHOP])), "without one no old key is told"
+    assert fits_schema(replace(SHOP, key=()), merged_schema([SHOP])), "without a key there is no old key"

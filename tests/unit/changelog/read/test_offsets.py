@@ -1,4 +1,4 @@
-"""Places in the log: by commit, position and time, also inside of a commit that holds many transactions."""
+"""Offsets in the log by commit, position and time, also inside a large commit."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ COMMITS = [[(110, 10), (120, 11), (130, 12)], [], [(310, 20)], [(410, 30), (420,
 
 
 def transactions(*found: tuple[int, int]) -> list[ChangeBatch]:
-    """One row of each transaction in each of two tables, as a source hands them over."""
+    """Return one row of each transaction in each of two tables."""
     made = []
     for turn, schema in enumerate((SHOP, OTHER)):
         rows = batch(schema, *(insert(key) for key in range(len(found))))
         columns = {
-            change.SEQ: [2 * place + turn for place in range(len(found))],
+            change.SEQ: [2 * index + turn for index in range(len(found))],
             change.POSITION: [str(Lsn(position)) for position, _ in found],
             change.COMMITTED_AT: [second * 1_000_000 for _, second in found],
         }
         data = rows.data
         for name, values in columns.items():
-            place = data.schema.get_field_index(name)
-            data = data.set_column(place, data.schema.field(place), pa.array(values, data.schema.field(place).type))
+            index = data.schema.get_field_index(name)
+            data = data.set_column(index, data.schema.field(index), pa.array(values, data.schema.field(index).type))
         made.append(replace(rows, data=data))
     return made
 
@@ -124,7 +124,7 @@ def test_an_earlier_transaction_of_another_table_later_in_the_log_hides_nothing(
 
     begin = starting_offset(log, at(30), TABLES)
     rows = [seq for batch in log.read(1, 1, after_seq=begin.seq) for seq in batch.data.column(change.SEQ).to_pylist()]
-    assert 1 in rows, "it was committed then"
+    assert 1 in rows, "it was committed at that time"
     assert ending_offset(log, at(29), TABLES) == begin
 
 
@@ -139,9 +139,9 @@ def test_a_commit_number_includes_the_whole_commit(log: ChangeLog) -> None:
 
 @pytest.mark.parametrize("point", [0, 6, Lsn(451)])
 def test_an_offset_the_log_does_not_have_yet_is_refused(log: ChangeLog, point: int | Lsn) -> None:
-    for place, option in ((starting_offset, "startingPosition"), (ending_offset, "endingPosition")):
+    for resolve, option in ((starting_offset, "startingPosition"), (ending_offset, "endingPosition")):
         with pytest.raises(ConfigError) as caught:
-            place(log, point, TABLES)
+            resolve(log, point, TABLES)
         assert f"`{option}`" in caught.value.hint
 
 
@@ -206,7 +206,7 @@ def test_a_start_before_the_kept_rows_is_refused_with_the_possible_ones(tmp_path
             with pytest.raises(LogTrimmed, match=r"no longer holds changes from that time.*`earliest`"):
                 starting_offset(trimmed, point, TABLES)
         assert starting_offset(trimmed, Lsn(100), TABLES) == LogOffset(1)
-        assert starting_offset(trimmed, at(20), TABLES) == LogOffset(1), "what is kept begins at that very time"
+        assert starting_offset(trimmed, at(20), TABLES) == LogOffset(1), "the kept rows begin at that very time"
         assert starting_offset(trimmed, at(21), TABLES) == LogOffset(2)
 
 

@@ -1,4 +1,4 @@
-"""Reading: in order, from where one was, until nothing comes; and the index over it."""
+"""Reading in order, from any offset, until no row arrives; and the index."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_newest_commit_is_found_again_as_the_log_grows(writer: LogWriter, fo
         assert log.newest() == n + 1
 
 
-# --- shapes ------------------------------------------------------------------------------------------------
+# --- schemas -----------------------------------------------------------------------------------------------
 
 
 def test_a_schema_is_written_once_and_a_new_one_gets_a_new_version(writer: LogWriter, folder: LogPath) -> None:
@@ -139,7 +139,10 @@ def test_a_table_keeps_its_number_over_a_restart(filled: LogPath) -> None:
 
 @pytest.fixture
 def index(writer: LogWriter, folder: LogPath) -> LogIndex:
-    """Commits: 1 empty, 2 rows 1-2 of table 1, 3 row 3 of table 1 and 4 of table 2, 4 empty, 5 row 5 of table 1."""
+    """Five commits: 1 and 4 are empty.
+
+    Commit 2 has rows 1 and 2 of table 1, commit 3 row 3 of table 1 and row 4 of table 2, commit 5 row 5 of table 1.
+    """
     writer.append(window(0, 100))
     writer.append(rows_window(100, 200, 1, 2))
     writer.append(window(200, 300, batch(SHOP, insert(3)), batch(OTHER, insert(4), first=1)))

@@ -1,4 +1,4 @@
-"""The index over sealed, joined and trimmed commits says the same as over the commits' own files."""
+"""The index over sealed, merged and trimmed commits equals that over unsealed ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def index_of(path: LogPath) -> LogIndex:
 
 
 def write(diary: Diary) -> None:
-    """Twelve commits: some without rows, with two tables, two versions, and one that is large."""
+    """Write twelve commits: some empty, two tables, two versions, one large."""
     diary.commit()
     diary.commit(inserts(1, 2))
     diary.commit(inserts(3), inserts(4, schema=OTHER))
@@ -51,7 +51,7 @@ def write(diary: Diary) -> None:
 
 
 def rows_at(index: LogIndex, log: ChangeLog, slices: list[Slice]) -> list[Row]:
-    """What a table's slices hold, read as the applying process reads them."""
+    """Return the rows of a table's slices, read as the applying process reads them."""
     found: list[Row] = []
     for item in slices:
         after = found[-1].seq if found else 0
@@ -59,8 +59,8 @@ def rows_at(index: LogIndex, log: ChangeLog, slices: list[Slice]) -> list[Row]:
     return found
 
 
-def told(index: LogIndex) -> tuple[object, ...]:
-    """What must not depend on where rows lie."""
+def answers_of(index: LogIndex) -> tuple[object, ...]:
+    """Return the answers that must not depend on sealing."""
     return (
         index.last_commit,
         index.position,
@@ -74,7 +74,7 @@ def told(index: LogIndex) -> tuple[object, ...]:
 @pytest.mark.parametrize("how", ["hot", "grace", "cold", "joined", "half"])
 def test_the_index_is_the_same_for_sealed_and_unsealed_rows(diary: Diary, how: str) -> None:
     write(diary)
-    hot = told(index_of(diary.path))
+    hot = answers_of(index_of(diary.path))
     if how == "half":
         seal(diary.path, limits=PAIRS)
         diary.commit(inserts(20), inserts(21, schema=OTHER))
@@ -84,7 +84,7 @@ def test_the_index_is_the_same_for_sealed_and_unsealed_rows(diary: Diary, how: s
         seal(diary.path, limits=limits, grace_seconds=300 if how == "grace" else 0)
     log, index = ChangeLog.open(diary.path), index_of(diary.path)
     if how != "half":
-        assert told(index) == hot
+        assert answers_of(index) == hot
     assert (index.last_commit, index.position) == (diary.writer.commit, diary.writer.position)
     assert index.rows == len(diary.noted)
     for number, schema in ((1, SHOP), (2, OTHER)):
@@ -139,7 +139,7 @@ def test_positions_and_commits_map_to_each_other(diary: Diary, sealed: bool) -> 
     for position in range(0, (index.last_commit + 1) * STEP, 25):
         found = index.commit_at(Lsn(position))
         assert found <= position // STEP
-        # Of commits without rows only the last counts once they are sealed, so it may be an earlier one.
+        # Once commits without rows are sealed only the last is listed, so the commit may be an earlier one.
         assert diary.rows(found) == diary.rows(min(position // STEP, index.last_commit))
 
 
@@ -160,7 +160,7 @@ def test_a_grown_index_equals_a_new_one_after_any_change_of_the_log(diary: Diary
                 trim(sealer, RetentionPolicy(age_seconds=0.0), now=4e9)
         grown.grow()
         fresh = index_of(diary.path)
-        assert told(grown) == told(fresh)
+        assert answers_of(grown) == answers_of(fresh)
         for table in (1, 2):
             assert grown.pending(table, 0, 99) == fresh.pending(table, 0, 99)
             assert grown.trimmed_after(table, 0) == fresh.trimmed_after(table, 0)
@@ -211,7 +211,7 @@ def test_an_index_grows_over_commits_that_are_sealed_meanwhile(diary: Diary) -> 
     seal(diary.path)
     diary.commit(inserts(50))
     index.grow()
-    assert told(index) == told(index_of(diary.path))
+    assert answers_of(index) == answers_of(index_of(diary.path))
 
 
 def test_a_commit_is_indexed_once_its_schemas_can_be_read(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,12 +230,12 @@ def test_a_commit_is_indexed_once_its_schemas_can_be_read(diary: Diary, monkeypa
     with pytest.raises(LogUnreachable):
         index.grow()
     index.grow()
-    assert told(index) == told(index_of(diary.path))
+    assert answers_of(index) == answers_of(index_of(diary.path))
     assert [len(index.pending(table, 0, 99)) for table in (1, 2)] == [1, 1]
 
 
 class Interrupted(LogIndex):
-    """Another thread may ask whenever something was put in its place."""
+    """An index that another thread reads whenever an attribute is replaced."""
 
     asks: Callable[[], None] = staticmethod(lambda: None)
 

@@ -1,4 +1,4 @@
-"""The lease: who holds it, when another may have it, and how one that lost it finds out."""
+"""The lease: its holder, its release, its expiry, and its loss."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def holding_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def leave_record(folder: Path, **changed: object) -> Path:
-    """What another host, which we cannot see, has left."""
+    """Write the record of another host, which we cannot see."""
     record = {
         "pid": 7,
         "host": "elsewhere",
@@ -208,7 +208,7 @@ def test_a_renewed_record_of_another_host_never_expires(tmp_path: Path, monkeypa
         with pytest.raises(LogBusy):
             LogLease(tmp_path, wait_seconds=1.5, expiry_seconds=0.5)
     assert next(renewed) > 5
-    # It stops renewing: the time counts from what was seen last, not from when we began to wait.
+    # It stops renewing: the time counts from the last change seen, not from the start of our wait.
     assert seconds(lambda: LogLease(tmp_path, wait_seconds=LONG_SECONDS, expiry_seconds=0.5).release()) >= 0.5
 
 
@@ -276,7 +276,7 @@ def test_a_holder_loses_a_lease_that_is_taken_over(tmp_path: Path) -> None:
     assert caught.value.hint
     second.check()
     first.release()
-    assert record_of(tmp_path)["released"] is False, "what one that lost it does is of no matter"
+    assert record_of(tmp_path)["released"] is False, "what a former holder does has no effect"
     with pytest.raises(LogBusy):
         LogLease(tmp_path, wait_seconds=0.0)
     second.check()
@@ -305,8 +305,8 @@ def test_a_lease_held_by_a_stopped_process_can_be_taken_over(tmp_path: Path) -> 
         found = LogLease(tmp_path, wait_seconds=0.0, take_over=True, renew_seconds=0.05)
         assert log_lease.live_holder_pid(tmp_path) == os.getpid()
         child.send_signal(signal.SIGCONT)
-        said, _ = child.communicate(timeout=240)
-        assert (said, child.returncode) == ("log-fenced\n", 6)
+        output, _ = child.communicate(timeout=240)
+        assert (output, child.returncode) == ("log-fenced\n", 6)
         found.check()
         time.sleep(0.2)
         assert record_of(tmp_path)["pid"] == os.getpid()

@@ -1,7 +1,8 @@
-"""A log that changes hands while its writer is at work: each number is won once, and the loser is told.
+"""A log changes hands while its writer works.
 
-Every process here is real, and so is its lease. Where the lease must not decide, the rivals see the log through
-folders of their own, which share everything but the lock, as hosts do whose locks do not reach each other.
+Each number is won once, and the loser gets an error. Every process here is real, and so is its lease. Where the lease
+must not decide, each rival sees the log through a folder of its own. These folders share everything but the lock, as
+with hosts whose locks do not reach each other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ENDLESS = 1_000_000
 
 
 class Rival:
-    """A writing process, and what it says it has won."""
+    """A writing process, and the commits that it reports as won."""
 
     def __init__(self, folder: Path, name: int, wins: int, *flags: str) -> None:
         self._said = folder.parent / f"rival-{name}.txt"
@@ -41,14 +42,14 @@ class Rival:
         return [line.split() for line in self._said.read_text().splitlines(keepends=True) if line[-1] == "\n"]
 
     def won(self) -> dict[int, int]:
-        """Commit → key."""
+        """The keys by commit."""
         return {int(line[0]): int(line[1]) for line in self.lines() if len(line) == 2}
 
     def wait_for_wins(self, wins: int) -> None:
         assert eventually(lambda: len(self.won()) > wins, pause=0.01), self.lines()[-1:]
 
     def refused(self) -> bool:
-        """Whether it ended because it lost the log."""
+        """True if it ended because it lost the log."""
         return self.process.wait(240) == 6 and self.lines()[-1] == ["log-fenced"]
 
     def stop_still(self) -> None:
@@ -66,7 +67,7 @@ class Rival:
 
 @pytest.fixture
 def ended() -> Iterator[ExitStack]:
-    """Leaves no process behind."""
+    """A list of processes that are all ended after the test."""
     with ExitStack() as stack:
         yield stack
 
@@ -77,8 +78,11 @@ def start(ended: ExitStack, folder: Path, name: int, wins: int, *flags: str) -> 
     return rival
 
 
-def assert_whole(folder: Path, told: Sequence[dict[int, int]]) -> None:
-    """No gap, no fork, `_seq` dense; each win stands in the log as it was told; no number was won twice."""
+def assert_whole(folder: Path, reported: Sequence[dict[int, int]]) -> None:
+    """Check that the log has no gap, no fork, and each win once.
+
+    `_seq` must be dense, and no number may be won twice.
+    """
     log = ChangeLog.open(folder)
     headers = list(log.headers(0))
     assert [header.commit for header in headers] == list(range(1, len(headers) + 1))
@@ -90,12 +94,12 @@ def assert_whole(folder: Path, told: Sequence[dict[int, int]]) -> None:
             batch = log.batch(header, body)
             if "id" in batch.data.schema.names:
                 (stored[header.commit],) = batch.data.column("id").to_pylist()
-    wins = [win for rival in told for win in rival.items()]
+    wins = [win for rival in reported for win in rival.items()]
     assert len({commit for commit, _ in wins}) == len(wins), "a number was won twice"
     missing = {commit: key for commit, key in wins if stored.get(commit) != key}
     assert not missing, "a commit was overwritten or lost"
-    # One that was stopped between its commit and telling of it has won a number unheard.
-    assert len(stored) - len(wins) <= len(told)
+    # A writer stopped between its commit and its report has won a number without a report.
+    assert len(stored) - len(wins) <= len(reported)
     rows = [batch for batch in log.follow(0) if "id" in batch.data.schema.names]
     assert [seq for seq, _ in ids(rows)] == list(range(1, len(stored) + 1))
     assert len(set(stored.values())) == len(stored)
@@ -109,7 +113,7 @@ def made(folder: Path) -> Path:
 
 
 def view_of(folder: Path, name: str) -> Path:
-    """The log as another host sees it whose locks do not reach the first one's."""
+    """Return the log as seen by another host that its locks do not reach."""
     view = folder.parent / name
     view.mkdir()
     for entry in folder.iterdir():
@@ -120,7 +124,7 @@ def view_of(folder: Path, name: str) -> Path:
 
 def test_of_two_writers_in_threads_the_overtaken_one_is_refused(folder: Path) -> None:
     made(folder)
-    told: list[dict[int, int]] = [{}, {}]
+    reported: list[dict[int, int]] = [{}, {}]
     refused = list[LogFenced]()
     begun = threading.Event()
 
@@ -131,7 +135,7 @@ def test_of_two_writers_in_threads_the_overtaken_one_is_refused(folder: Path) ->
                 begin = log.position.value
                 header = log.append(rows_window(begin, begin + 10, key))
                 assert header is not None
-                told[turn][header.commit] = key
+                reported[turn][header.commit] = key
                 if key > 5:
                     begun.set()
         except LogFenced as error:
@@ -145,17 +149,17 @@ def test_of_two_writers_in_threads_the_overtaken_one_is_refused(folder: Path) ->
     write(1, take_over=True, wins=30)
     first.join()
     assert len(refused) == 1
-    assert len(told[1]) == 30
-    assert_whole(folder, [{1: 0}, *told])
+    assert len(reported[1]) == 30
+    assert_whole(folder, [{1: 0}, *reported])
 
 
 def test_writers_with_separate_locks_win_each_number_once(folder: Path, ended: ExitStack) -> None:
     made(folder)
     rivals = [start(ended, view_of(folder, f"host-{name}"), name, 60, "return") for name in (1, 2)]
     assert [rival.process.wait(240) for rival in rivals] == [0, 0], [rival.lines()[-1:] for rival in rivals]
-    told = [rival.won() for rival in rivals]
-    assert [len(wins) for wins in told] == [60, 60]
-    assert_whole(folder, [{1: 0}, *told])
+    reported = [rival.won() for rival in rivals]
+    assert [len(wins) for wins in reported] == [60, 60]
+    assert_whole(folder, [{1: 0}, *reported])
 
 
 def test_each_take_over_ends_the_process_before(folder: Path, ended: ExitStack) -> None:
@@ -171,7 +175,7 @@ def test_each_take_over_ends_the_process_before(folder: Path, ended: ExitStack) 
 
 def test_a_writer_stopped_during_a_take_over_is_refused_when_it_continues(folder: Path, ended: ExitStack) -> None:
     made(folder)
-    chance, told = random.Random(5), [{1: 0}]
+    chance, reported = random.Random(5), [{1: 0}]
     for name in range(1, 9):
         stopped = start(ended, folder, name, ENDLESS)
         stopped.wait_for_wins(5)
@@ -189,8 +193,8 @@ def test_a_writer_stopped_during_a_take_over_is_refused_when_it_continues(folder
         log.append(rows_window(log.position.value, log.position.value + 10, name * 1_000_000 + 999_999))
         wins[log.commit] = name * 1_000_000 + 999_999
         log.close()
-        told += [stopped.won(), wins]
-    assert_whole(folder, told)
+        reported += [stopped.won(), wins]
+    assert_whole(folder, reported)
 
 
 def test_a_writer_woken_before_its_successors_first_rows_cannot_commit(folder: Path, ended: ExitStack) -> None:

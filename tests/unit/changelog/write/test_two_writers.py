@@ -1,7 +1,8 @@
-"""Two writers of one log: one wins, the other is refused; no gap, no fork, nothing written over.
+"""Two writers of one log: one wins, the other is refused; nothing is overwritten.
 
-The lease keeps the second writer out; the fence must hold where the lease does not (another host, a lock that
-lies). So most tests here take the lease away. The lease itself: test_log_lease.py; whole processes: test_log_take_over.py.
+There is no gap and no fork. The lease keeps the second writer out; the fence must hold where the lease does not
+(another host, a lock that lies). So most tests here remove the lease. test_log_lease.py tests the lease itself,
+test_log_take_over.py whole processes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PLACES = ("disk", "store")
 
 
 class NoLease:
-    """A lease that keeps nobody out, as a file system whose locks lie would give."""
+    """A lease that keeps no process out, as on a file system whose locks lie."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -38,7 +39,7 @@ class NoLease:
 
 @pytest.fixture
 def rivals(filled: LogPath, monkeypatch: pytest.MonkeyPatch) -> tuple[LogWriter, LogWriter]:
-    """Two writers of one log, both at commit 3, neither knowing of the other."""
+    """Two writers of one log, both at commit 3, without knowledge of each other."""
     monkeypatch.setattr(writer_module, "LogLease", NoLease)
     return LogWriter(filled, SOURCE), LogWriter(filled, SOURCE)
 

@@ -1,4 +1,4 @@
-"""Appending: data and position in one commit, dense numbers, dense `_seq`, nothing half there."""
+"""Appending: data and position in one commit, dense numbers, dense `_seq`, no half commit."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def everything(folder: LogPath) -> list[tuple[int, object]]:
 
 
 def with_seqs(given: ChangeBatch, *seqs: int) -> ChangeBatch:
-    place = given.data.schema.get_field_index(change.SEQ)
+    index = given.data.schema.get_field_index(change.SEQ)
     column = pa.array(seqs, pa.int64())
-    return replace(given, data=given.data.set_column(place, given.data.schema.field(place), column))
+    return replace(given, data=given.data.set_column(index, given.data.schema.field(index), column))
 
 
 def test_a_new_log_is_empty_and_has_an_id(writer: LogWriter, folder: LogPath) -> None:
