@@ -122,8 +122,8 @@ class LogWriter:
         except LogCorrupt as error:
             if error.damaged_commit:
                 error.hint += (
-                    " If the machine has just crashed, its disk lost data that it had reported as durable. Then move the "
-                    f"newest commit ({commit_path(self.path, newest).name}) away and start again: its changes are "
+                    " If the machine has just crashed, its disk lost data that it had reported as durable. Then move "
+                    f"the newest commit ({commit_path(self.path, newest).name}) away and start again: its changes are "
                     "captured again, or an error says that the source no longer has them."
                 )
             raise
