@@ -1,4 +1,4 @@
-"""A pipeline whose tasks run in this process, so that a test can act between two chunks of a load.
+"""A pipeline whose tasks run in this process, so that tests can act between chunks.
 
 Everything is real except Spark: capture runs in a thread, loads and apply run as in `tailrace run`, and each task is
 pickled and run in the calling thread. If Spark's connector is the engine under test, it still does its part.

@@ -172,7 +172,7 @@ def assume_all_exist(keys: pa.Table) -> Flags:
 
 
 def refuse_too_many(step: ApplyStep, split: SplitResult, store: DeadLetterStore) -> None:
-    """Raise if dead letters are not enabled, or if there are more than a person could look at."""
+    """Raise if dead letters are not enabled, or if there are too many."""
     if split.causes and not step.dead_letters_enabled:
         first = split.causes[0]
         raise type(first)(first.message, hint=STOPPED_HINT, **first.fields)

@@ -76,7 +76,7 @@ class FoldedFiles:
     deletes: int = 0
     """Folded rows that delete, end or mark an existing row."""
     unsent: frozenset[int] = frozenset()
-    """Columns whose value some row takes from the table, because the source did not send it."""
+    """Columns with unsent values, which rows take from the table."""
     ended: TruncateEffect | None = None
     clock: int | None = None
     rejects: tuple[TaskRejects, ...] = ()
@@ -90,7 +90,7 @@ class FoldedFiles:
 
     @property
     def only_adds(self) -> bool:
-        """True if the files only add rows, and change no row that the table may have."""
+        """True if the files only add rows, and change no existing row."""
         return self.ended is None and not self.deletes and not self.unsent
 
 
@@ -333,7 +333,7 @@ def _fold_each(part: _FoldPart) -> FoldedFiles | TailraceError:
 
 
 def _summarise_part(part: _FoldPart) -> _PartSummary | TailraceError:
-    """Count the changes, find the last TRUNCATE, and save hashes of keys that moved with unsent values."""
+    """Count the changes, find the last TRUNCATE, and save hashes of incomplete key moves."""
     rows, latest, size = 0, 0, SizeEstimate(part.work.schema)
     truncated_at, moves = None, list[RowHashes]()
     try:
@@ -400,7 +400,7 @@ def _file(scratch: Path, bucket: int, part: int) -> Path:
 
 
 def _pieces(batch: pa.RecordBatch, rows_max: int) -> Iterator[pa.RecordBatch]:
-    """Yield pieces of `rows_max` changes, or one more where a piece would divide a key move.
+    """Yield pieces of `rows_max` changes, or one more to keep a key move together.
 
     The delete of the old key carries the values of an earlier change to the row of the new key. Alone in a piece, it
     would count as the last change of its key.

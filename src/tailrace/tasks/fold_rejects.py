@@ -66,7 +66,7 @@ class StoreRejectsWork:
 
 
 def split_rejects_to_file(work: ApplyWork, changes: pa.Table, path: Path) -> tuple[pa.Table, TaskRejects | None]:
-    """Return the changes that the table can take, and write the others to a file if there are any."""
+    """Return the changes that the table can take; write any others to a file."""
     step, store = _step(work), DeadLetterStore(work.log, work.table)
     split = split_by_mode(_key_lookup(work, path), step, changes, store)
     if not split.dead_letters.num_rows and not split.cleared.size and not split.superseded.size:

@@ -5,8 +5,8 @@ conditions. The table has passed everything that the read saw, and the read saw 
 change of the row since its first dead letter is a dead letter itself, because a whole change or a delete would have
 cleared it. A row with a newer dead letter is refetched, and so are all rows after a reload of the table.
 
-In `history` mode such a row is the version that its newest dead letter made. Earlier dead letters of the row stand for
-versions that can no longer be had: they stay stored, marked as passed.
+In `history` mode such a row is the version that its newest dead letter made. Earlier dead letters of the row are about
+versions that no source has any more: they stay stored, marked as passed.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _read(
 
 
 def _find_failures(work: RefetchWork, rows: pa.Table, row_of_key: Any, fetched: _RefetchResult) -> None:
-    """Record an error for each key without a row, and for each row that the table cannot hold."""
+    """Record an error for each key without a row, and for each unstorable row."""
     schema = work.schema
     unstorable, _ = find_unstorable_rows(schema, rows.columns, rows.num_rows, work.partition_by)
     for key, row in enumerate(row_of_key.tolist()):

@@ -81,7 +81,11 @@ def replay_changes(work: ReplayChangesWork) -> Outcome:
         intent, folded = _record_intent(work)
         if intent.replay_id is not None:
             write = work.location.open().append_rows(
-                work.schema, folded, work.expected, previous_replay_id=intent.previous_replay_id, replay_id=intent.replay_id
+                work.schema,
+                folded,
+                work.expected,
+                previous_replay_id=intent.previous_replay_id,
+                replay_id=intent.replay_id,
             )
             version = write.version
         still_open = confirm_replay(work, intent, version)

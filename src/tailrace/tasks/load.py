@@ -43,7 +43,7 @@ def load_chunk(work: ChunkWork) -> Outcome:
         failpoints.hit("load.before_record")
         LoadStore(work.log).record_chunk(work.load_id, staged_chunk)
         failpoints.hit("load.after_record")
-    except Exception as error:  # the task's boundary: the table fails, the others go on
+    except Exception as error:  # the task's boundary: the table fails, the others continue
         return Outcome(table=work.schema.table, error=as_tailrace_error(error))
     return Outcome(
         table=work.schema.table,
@@ -55,7 +55,7 @@ def load_chunk(work: ChunkWork) -> Outcome:
 
 
 def _stage_chunk(work: ChunkWork, started: float, *, split_rejects: bool) -> StagedChunk:
-    """Write the chunk's rows to staged files and its rejects to a file of their own, without the chunk's record."""
+    """Stage the chunk's rows, and store its rejects; the caller records the chunk."""
     name = f"{work.load_id}-{work.chunk.number:06d}-{uuid.uuid4().hex[:8]}"
     with work.reader as reader:
         failpoints.hit("load.snapshot_open")

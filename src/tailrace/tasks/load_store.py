@@ -48,7 +48,7 @@ AHEAD_RANGES_MAX = 500
 
 
 class LoadMode(enum.Enum):
-    """How a reload writes rows into a table that already has some."""
+    """The way a reload writes rows into a table that already has some."""
 
     REPLACE = "replace"
     """One commit removes all old files and adds the new ones."""
@@ -204,7 +204,7 @@ class CommittedLoad(NamedTuple):
     ahead_ranges: list[PositionRange]
     """Ranges of applied positions at which the table may hold newer rows."""
     source_time: int | None
-    """Latest commit time of any row that was read, by the source's clock, in µs since 1970; None: not known."""
+    """Latest source commit time of any row that was read, in µs since 1970; None: not known."""
 
     def ahead_until(self, position: Lsn) -> Lsn | None:
         """Return the position up to which a table at `position` may hold newer rows.
@@ -266,7 +266,7 @@ class LoadStore:
         self.record_ahead_range(load, until, time=time)
 
     def record_refetch(self, load: str, since: Lsn, seen_until: Lsn) -> None:
-        """Record that the commit which brings the table to `since` contains a refetched row.
+        """Record that the table commit with position `since` contains a refetched row.
 
         To be called before that commit, because any later process must know it. The catch-up of the load must pass
         `seen` too.
@@ -276,7 +276,7 @@ class LoadStore:
         self.record_ahead_range(load, seen_until, since=since)
 
     def record_ahead_range(self, load: str, until: Lsn, *, since: Lsn = ZERO, time: int | None = None) -> None:
-        """Record a range of applied positions at which a table of this load may hold newer rows."""
+        """Record a range of applied positions at which the table may hold newer rows."""
         files.make_folder(self._path / "landed")
         earlier = self.committed_load(load) or CommittedLoad([], None)
         ranges = _merge_ranges([*earlier.ahead_ranges, PositionRange(since, until)])
@@ -293,12 +293,12 @@ class LoadStore:
         return next(_read_all(self._path / "landed", f"{load}.json", _committed_load), None)
 
     def ahead_ranges(self, load: str) -> list[PositionRange] | None:
-        """Return the ranges of applied positions at which a table of this load held newer rows; None: not known."""
+        """Return the applied positions at which the table held newer rows; None: not known."""
         committed = self.committed_load(load)
         return None if committed is None else committed.ahead_ranges
 
     def ahead_until(self, load: str, position: Lsn) -> Lsn | None:
-        """Return the position up to which a table of this load, at `position`, may hold newer rows.
+        """Return the position up to which a table at `position` may hold newer rows.
 
         None: no row is newer now, or nothing is known about the load.
         """
@@ -322,7 +322,7 @@ class LoadStore:
     def remove_leftovers(self, used: Collection[str] | None = ()) -> None:
         """Remove what ended loads left behind; only for the process that begins loads.
 
-        Records of loads in `used` (a table comes from them, or a rebuild can start from them) stay for another
+        Records of loads in `used` (of tables, or of kept loads) stay for another
         `REMEMBERED_SECONDS`. None: it is not known which loads are used, so all records stay.
         """
         for record in self._path.glob("landed/*.json"):

@@ -64,7 +64,7 @@ class CommitLoadWork:
 
 @dataclass(frozen=True, kw_only=True)
 class RefreshWork:
-    """Make a lake table equal to the staged rows of a load by writing what differs."""
+    """Make a lake table equal to a load's staged rows by writing what differs."""
 
     schema: TableSchema
     location: TableLocation
@@ -97,7 +97,7 @@ class ApplyWork:
 
     @property
     def may_refetch(self) -> bool:
-        """True if a change with unsent values that neither log nor table has is refetched (see `ApplyStep`)."""
+        """True if unsent values that neither log nor table has are refetched (see `ApplyStep`)."""
         return self.reader is not None and not self.dead_letters_enabled
 
 
@@ -153,7 +153,7 @@ def as_tailrace_error(error: Exception) -> TailraceError:
     """Return any failure as an error that can be shown; a defect in our code says so."""
     if isinstance(error, TailraceError):
         return error
-    # The message names only the place in our code: the text of an unforeseen error may contain values of a row.
+    # The message names only the line of our code: the text of an unforeseen error may contain values of a row.
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return TableFailed(
         f"unexpected {type(error).__name__} in {frame.name} ({Path(frame.filename).name}:{frame.lineno})",

@@ -7,8 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.deadletters.store import DeadLetterBatch, DeadLetterStore
-from tailrace.deadletters.store import DeadLetterOrigin as LetterOrigin
+from tailrace.deadletters.store import DeadLetterBatch, DeadLetterOrigin, DeadLetterStore
 from tailrace.errors import ValueUnfit
 from tailrace.model import change
 from tailrace.model.position import ZERO
@@ -104,11 +103,11 @@ def test_in_history_mode_a_row_that_a_load_rejected_is_written_once(tmp_path: Pa
 
 def test_a_dead_letter_that_fails_again_keeps_its_origin(tmp_path: Path) -> None:
     quiet = with_dead_letter(tmp_path)
-    store, origin = DeadLetterStore(quiet.settings.log.path, THINGS), LetterOrigin(seq=4, position="0/4")
+    store, origin = DeadLetterStore(quiet.settings.log.path, THINGS), DeadLetterOrigin(seq=4, position="0/4")
     (before,) = store.read_open(quiet.applied_position.seq)
     store.write(SHOP, quiet.applied_position.seq, before.changes, [ValueUnfit("it is no number")], [], origin=origin)
     work = RefetchWork(log=quiet.settings.log.path, schema=SHOP, expected=quiet.applied_position, reader=NOWHERE)
-    _store_refetched(work, pa.schema(SHOP.row_fields()).empty_table(), [], {1: ValueUnfit("it still is none")})
+    _store_refetched(work, pa.schema(SHOP.row_fields()).empty_table(), [], {1: ValueUnfit("it is still unfit")})
     assert replay_rows(replay_work(quiet)).dead_letters == 1
     (after,) = store.read_open(quiet.applied_position.seq)
-    assert (after.rows.column("_cause").to_pylist(), after.origin) == (["it still is none"], origin)
+    assert (after.rows.column("_cause").to_pylist(), after.origin) == (["it is still unfit"], origin)

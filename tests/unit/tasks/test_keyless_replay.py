@@ -19,8 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.deadletters.store import CAUSE, DeadLetterBatch, DeadLetterStore
-from tailrace.deadletters.store import DeadLetterOrigin as LettersOrigin
+from tailrace.deadletters.store import CAUSE, DeadLetterBatch, DeadLetterOrigin, DeadLetterStore
 from tailrace.errors import ForeignWrite, TailraceError
 from tailrace.model import change
 from tailrace.model.catalogue_facts import CatalogueFacts, ColumnFacts, StorageFacts
@@ -229,7 +228,7 @@ def test_a_replayed_row_of_a_load_has_the_metadata_of_the_loaded_rows(tmp_path: 
         "first",
         quiet.applied_position.seq,
         [DeadLetterBatch(schema=FULL, rows=rejects.dead_letters)],
-        LettersOrigin(1, "0/1"),
+        DeadLetterOrigin(1, "0/1"),
     )
     quiet.commit(update(2, n=5), schema=FULL)
     quiet.apply()
@@ -338,7 +337,7 @@ def killed(quiet: Quiet, failpoint: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("failpoint", "between"),
     [*((failpoint, "changes") for failpoint in FAILPOINTS), *((failpoint, "nothing") for failpoint in FAILPOINTS[1:]),
-     ("table.after_commit", "upkeep"), ("letters.delivered", "another shape"),
+     ("table.after_commit", "upkeep"), ("letters.delivered", "another schema"),
      ("letters.promised", "another that dies")],
 )  # fmt: skip
 def test_a_change_is_written_once_wherever_the_replay_is_killed(tmp_path: Path, failpoint: str, between: str) -> None:
@@ -353,7 +352,7 @@ def test_a_change_is_written_once_wherever_the_replay_is_killed(tmp_path: Path, 
         assert open_seqs(quiet) == ([] if committed else [2]), "an apply runs the recovery"
     elif between == "upkeep":
         quiet.table.compact(UpkeepPlan(file_bytes=None, remove_after_seconds=0), quiet.applied_position)
-    elif between == "another shape":
+    elif between == "another schema":
         reshape(quiet, renamed(TEXT, "big", "large"))
     elif between == "another that dies":
         killed(quiet, "letters.promised", tmp_path)

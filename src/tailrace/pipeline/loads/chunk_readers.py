@@ -27,7 +27,7 @@ from tailrace.tasks.load import load_chunk
 from tailrace.tasks.work import ChunkWork
 
 ChunkFailedCallback = Callable[[RunningLoad, Chunk, TailraceError, SharedSnapshot | None], None]
-"""Called with a chunk that failed, its error, and the exported snapshot in which it was read, if any."""
+"""Called with a failed chunk, its error, and its exported snapshot, if any."""
 
 
 class ChunkReaders:
@@ -142,7 +142,7 @@ CHANGED_SECONDS = 10.0
 
 
 class FileWatch:
-    """Watches whether tables that are being loaded still have the files that their plans were made for.
+    """Watches whether tables that are being loaded still have the files of their plans.
 
     It checks in a thread of its own: the server makes the check wait while somebody holds a lock on the table. Neither
     other loads nor load requests may wait with it. One thread calls `changed` again and again, and never waits.

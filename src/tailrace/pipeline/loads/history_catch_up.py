@@ -1,4 +1,4 @@
-"""Bring a table that keeps the past up to the load point, before the load is committed as a difference.
+"""Apply the log to a table that keeps the past, before its load commit.
 
 First the log is applied up to the load point, so that the table has every change once, each in its own schema. Then the
 table is recast to the load's schema. Rows that the source rewrote meanwhile come from the load alone. The table never
@@ -30,7 +30,7 @@ ApplyCallback = Callable[[ManagedTable, ApplyRange], None]
 
 
 def apply_to_load_point(registry: TableRegistry, load: RunningLoad, point: Lsn, apply: ApplyCallback) -> None:
-    """Bring the table to the load point of a complete load.
+    """Apply the log to the table up to the load point of a complete load.
 
     The caller holds the table's lock, and the log has passed the point.
     """
@@ -49,7 +49,7 @@ def apply_to_load_point(registry: TableRegistry, load: RunningLoad, point: Lsn, 
             except BaseRowMissing:
                 if managed.apply_suspended:
                     raise
-                break  # the load brings the row
+                break  # the load has the row
     if (
         load.where is not None
         or not managed.location.spec.keeps_past
@@ -81,8 +81,9 @@ def catch_up_limit(registry: TableRegistry, load: RunningLoad, point: Lsn) -> Ls
 
 
 def _mark_owed(managed: ManagedTable, known: TableSchema, apply: ApplyCallback) -> bool:
-    """Mark the table's schema as owing a reload before it passes a gap, because the load may never be committed.
+    """Mark the table's schema as owing a reload before it passes a gap.
 
+    The mark is needed because the load may never be committed.
     Return False if the schema has no catalogue facts to store the mark in.
     """
     assert managed.applied_position is not None, "a table that was loaded"
@@ -111,7 +112,7 @@ def _next_range(
 def next_range_to(
     registry: TableRegistry, managed: ManagedTable, point: Lsn, known: TableSchema | None = None, *, asked: bool = False
 ) -> ApplyRange | None:
-    """Return the next range that brings a suspended table towards a position; None when it is there.
+    """Return the next range of a suspended table up to a position; None when it is there.
 
     Rows without catalogue facts whose columns are those of `known` take the facts of `known`. If a person has `asked`
     for the load, no evolution policy applies.
@@ -163,7 +164,7 @@ def _recast_before(
 ) -> Recast | None:
     """Return the recast that the table needs before the slice; None if its rows fit.
 
-    What a rewrite at the source did to existing rows comes with the load; later changes come from the log.
+    The load has what a rewrite at the source did to existing rows; the log has later changes.
     """
     assert managed.schema is not None, "a table that was loaded"
     step = registry.schema_change_before(managed, item)
@@ -181,7 +182,7 @@ def _recast_before(
 def plan_carry_over(
     registry: TableRegistry, managed: ManagedTable, schema: TableSchema, *, asked: bool
 ) -> Recast | None:
-    """Return the recast that a table needs before a load of this schema is committed as a difference.
+    """Return the recast that a table needs before a load commit with this schema.
 
     None: the table has the schema. If a person has `asked` for the load, None also means that the rows cannot be
     carried over; the load then replaces all rows.

@@ -13,8 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tailrace.deadletters.store import CAUSE, DeadLetterStore
-from tailrace.deadletters.store import DeadLetterOrigin as LettersOrigin
+from tailrace.deadletters.store import CAUSE, DeadLetterOrigin, DeadLetterStore
 from tailrace.errors import (
     ForeignWrite,
     FormChanged,
@@ -107,7 +106,7 @@ def applied_position_after(registry: TableRegistry, load: RunningLoad, start: Ls
 
 
 def newest_row_position(registry: TableRegistry, load: RunningLoad, start: Lsn) -> Lsn:
-    """Return the newest position that any row of the table may have after the load commit."""
+    """Return the newest position of any row in the table after the load commit."""
     seen = [start, *(staged.seen_until for staged in load.staged.values())]
     managed = load.managed
     if load.where is not None and managed.applied_position is not None:
@@ -164,7 +163,9 @@ def _store_dead_letters(
         return
     count = sum(bundle.rows.num_rows for bundle in rows)
     refuse_too_many(load.record.plan.schema, count, rows[0].rows.column(CAUSE)[0].as_py())
-    store.write_load_rejects(load.record.id, position.seq, rows, LettersOrigin(load.origin.seq, load.origin.position))
+    store.write_load_rejects(
+        load.record.id, position.seq, rows, DeadLetterOrigin(load.origin.seq, load.origin.position)
+    )
     log.warning(
         "rows of a load became dead letters",
         extra={"table": str(load.managed.table), "letters": count, "see": "tailrace dead-letters FILE list"},

@@ -183,7 +183,7 @@ class LoadScheduler:
             return not busy and not (requested | needed | self._loads.keys()) - held.keys() - set(some)
 
     def tables_waiting_for_log(self) -> set[TableId]:
-        """Return the tables with complete loads that wait for the log to reach their load point."""
+        """Return the tables with complete loads that wait for the log."""
         with self._lock:
             return {
                 table
@@ -270,8 +270,9 @@ class LoadScheduler:
                 managed.restore_state(*((TableState.SEEDING, None) if table in self._loads else earlier))
 
     def _hold_load(self, load: RunningLoad, hold: LoadHold) -> None:
-        """Hold a running load, and release its snapshot, because the source's clean-up must not wait for a person.
+        """Hold a running load, and release its snapshot.
 
+        The source's clean-up must not wait for a person.
         A paused load keeps its chunks only if they are key ranges, which need no earlier snapshot.
         """
         table = load.managed.table
@@ -308,7 +309,7 @@ class LoadScheduler:
             if time.monotonic() < self._reload_retries.get(table, (0, 0.0))[1]:
                 continue
             if managed.outcome_unknown_until and managed.location.spec.needs_exact_load:
-                continue  # an earlier task could still bring it past the snapshot's position
+                continue  # an earlier task could still commit past the snapshot's position
             if table in requests:
                 waiting.append((managed, requests[table]))
             elif self._is_needed(managed):
@@ -412,7 +413,7 @@ class LoadScheduler:
                 TableFailed(
                     "the table is rewritten again and again while it is loaded",
                     table=table,
-                    hint="Load it while nobody truncates, rewrites or alters it: `tailrace snapshot FILE TABLE`.",
+                    hint="Load it at a time without truncates, rewrites or DDL: `tailrace snapshot FILE TABLE`.",
                 ),
             )
             return
@@ -430,7 +431,7 @@ class LoadScheduler:
                     self._spawn(partial(self._commit, load))
 
     def _can_commit(self, load: RunningLoad) -> bool:
-        """Return whether the log has reached what is needed to find the load point, or to bring the table there."""
+        """Return whether the log has reached the position that the load commit needs."""
         upto = (
             load.record.barrier.ceiling
             if load.record.barrier is not None
@@ -459,7 +460,7 @@ class LoadScheduler:
                 self._store.end(record)
 
     def _commit(self, load: RunningLoad) -> None:
-        """Commit all staged rows of a load at its load point, and set the table's state."""
+        """Commit all staged rows of a load, and set the table's state."""
         managed, record = load.managed, load.record
         try:
             start = find_load_point(self._registry, record)

@@ -39,7 +39,7 @@ from tailrace.tasks.load_store import LoadMode, LoadRecord, LoadRequest
 log = logging.getLogger(__name__)
 
 PUBLISHED_SECONDS_MAX = 30.0
-"""Seconds that the capture process has to publish a new table, before that is an error."""
+"""Seconds that the capture process has to publish a new table."""
 
 ALTERED_MAX = 20
 """Limit of restarts because a table was altered between its plan and its load point."""
@@ -85,7 +85,7 @@ class LoadStarter:
 
     @property
     def has_unseen_tables(self) -> bool:
-        """True if the log has tables that were discovered by their rows and are not managed yet."""
+        """True if the log has tables, discovered by their rows, that are not managed yet."""
         return self._source.discovers_tables and self._known_count < len(self._registry.log.schemas.latest())
 
     def discover_tables(self) -> None:
@@ -163,7 +163,7 @@ class LoadStarter:
         )
 
     def _plan(self, managed: ManagedTable, request: LoadRequest | None) -> Plan | None:
-        """Plan the chunks, before the snapshot is taken, so that a rewrite in between is noticed."""
+        """Plan the chunks before the snapshot, so that a rewrite in between is noticed."""
         cut = (
             ChunkKind.PLACE
             if self._settings.way == "exact" or managed.location.spec.needs_exact_load
@@ -196,7 +196,7 @@ class LoadStarter:
             raise _unpublished(table, self._source.settings.publication)
 
     def _refuse_spec(self, managed: ManagedTable, schema: TableSchema, request: LoadRequest | None) -> None:
-        """Refuse a schema that the table spec cannot store, and a load that would remove the past the table keeps."""
+        """Refuse an unstorable schema, and a load that would remove the past the table keeps."""
         spec = managed.location.spec
         spec.stored_schema(schema)
         if request is not None and request.where is not None:
@@ -286,7 +286,7 @@ class LoadStarter:
                     TableFailed(
                         "the table is altered again and again while its load begins",
                         table=managed.table,
-                        hint="Load it while nobody alters it or its partitions: `tailrace snapshot FILE TABLE`.",
+                        hint="Load it at a time without DDL on it or its partitions: `tailrace snapshot FILE TABLE`.",
                     ),
                 )
         return unaltered

@@ -1,4 +1,4 @@
-"""Limit how many chunks are read at once, so that a load does not slow down the source for others.
+"""Limit concurrent chunk reads, so that a load does not slow down the source.
 
 A small query probes the source every second. While answers are about as fast as the best one, a load may use its whole
 budget of connections. When answers take several times as long, the number is halved. At one connection, the load rests

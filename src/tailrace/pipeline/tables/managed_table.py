@@ -56,12 +56,12 @@ class ManagedTable:
     load_only: bool = False
     """True if the table is only loaded, and its changes are not applied."""
     may_refetch: bool = False
-    """True if rows that changes build on may be missing, because the table was never loaded."""
+    """True if base rows of changes may be missing, because the table was never loaded."""
     schema: TableSchema | None = None
     pending_schema: PendingSchema | None = None
     """Schema last read from the catalogue, until the table has it."""
     reload_reason: str | None = None
-    """Why the table must be reloaded although the log has everything that it lacks."""
+    """Reason for a reload that is needed although the log has everything the table lacks."""
     error: TailraceError | None = None
     """Error that stopped the table, or that it waits to recover from.
 
@@ -77,13 +77,13 @@ class ManagedTable:
     rows_loaded: int = 0
     note: str | None = None
     reload_error: str | None = None
-    """Why the last reload failed while the table stayed live; cleared by the next load commit."""
+    """Reason why the last reload of a live table failed; cleared by the next load commit."""
     lake_version: int | None = None
     """Version of the lake table at the applied position; None: not read yet."""
     lake_table_id: str | None = None
     """Identity of the lake table that has that version; None: not read yet."""
     outcome_unknown_until: float = 0.0
-    """Time until which a task of a broken job may still commit, by the monotonic clock; 0: there is no such task.
+    """Monotonic time until which a task of a broken job may still commit; 0: no such task.
 
     After that time, the table itself says what was applied.
     """
@@ -94,7 +94,7 @@ class ManagedTable:
     bytes_written: int = 0
     """Bytes of files written since this process began: by applying, recasting and compacting."""
     insert_only: bool = False
-    """True if the source publishes only inserts and truncates, because the table has no replica identity."""
+    """True if the source publishes only inserts and truncates, for lack of a replica identity."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Lock of the thread that applies to the table, or that suspends it."""
 
@@ -134,7 +134,7 @@ class ManagedTable:
         self.error, self.not_before = error, time.monotonic() + seconds
 
     def mark_outcome_unknown(self) -> None:
-        """Record that a task may or may not have committed, for example because its worker was killed."""
+        """Record that a task may have committed, for example because its worker was killed."""
         self.outcome_unknown_until, self.lake_version = time.monotonic() + OUTCOME_UNKNOWN_SECONDS, None
 
     def mark_needs_snapshot(self) -> None:
@@ -171,7 +171,7 @@ class ApplyRange:
 
 @dataclass(frozen=True, kw_only=True)
 class PendingSchema:
-    """A schema read from the source's catalogue, and a position at or after the DDL that made it."""
+    """A schema read from the catalogue, and a position at or after its DDL."""
 
     schema: TableSchema
     horizon: Lsn
@@ -223,8 +223,9 @@ def has_missed_updates(managed: ManagedTable, source: SourceTable | None) -> boo
 
 
 def stops_at_recreated(managed: ManagedTable, oid: int, policies: EvolutionPolicies) -> bool:
-    """Return whether the source has another table of this name, and the policy is to stop at its first row.
+    """Return whether the table was recreated at the source, and the policy is to stop.
 
+    The table then stops at the first row of the new one.
     The lake table lacks nothing of the dropped table, which was published until it was dropped.
     """
     return (

@@ -46,10 +46,10 @@ log = logging.getLogger(__name__)
 ROWS_PER_BATCH_MAX = 500_000
 """Rows of all tables in one micro-batch, unless a single commit has more."""
 ROWS_PER_APPLY_MAX = 500_000
-"""Rows of one table in one table commit, unless a single commit of the log has more."""
+"""Rows in one table commit, unless a single commit of the log has more."""
 TRIMMED_HINT = (
-    "Reload the table: `tailrace snapshot FILE TABLE`. Raise `log.retention` or `log.max_bytes` to make the log wait "
-    "longer for a table."
+    "Run `tailrace snapshot FILE TABLE` to reload the table. Raise `log.retention` or `log.max_bytes` to make the log "
+    "wait longer for a table."
 )
 NOT_PUBLISHED = "its changes were not published for a while"
 RECALL_SECONDS = 5.0
@@ -72,7 +72,7 @@ class TableRegistry:
         self._logs_changes = logs_changes
         """False for read-only commands, which print states instead of logging them."""
         self._until = until
-        """Gaps that start at or after this position are ignored, because no table is to reach it."""
+        """Gaps from this position on are ignored, because no table is to reach it."""
         self._coverage_read: tuple[int, Coverage] | None = None
         """Coverage read last, with the commit up to which it is complete."""
         self.index = LogIndex(log_reader)
@@ -178,13 +178,13 @@ class TableRegistry:
             if record.table != managed.table:
                 continue
             if managed.applied_position is not None and managed.applied_position.load == record.id:
-                managed.catch_up_load, managed.load_floor = record.id, None  # older loads came before it
+                managed.catch_up_load, managed.load_floor = record.id, None  # the other loads are older
             else:
                 managed.load_floor = managed.load_floor or self.applied_position_at(record.log_needed_after)
         self.update_repair_state(managed)
 
     def update_repair_state(self, managed: ManagedTable) -> None:
-        """Find from the load's record whether the table may hold rows newer than its applied position."""
+        """Find whether the table may hold rows newer than its applied position."""
         if managed.applied_position is None or managed.applied_position.load is None or managed.load_only:
             return
         load = self.load_store.committed_load(managed.applied_position.load)
@@ -200,7 +200,7 @@ class TableRegistry:
         return self._unfinished_read[1]
 
     def applied_position_at(self, position: Lsn) -> AppliedPosition:
-        """Return the applied position of a table that has everything committed at or before a position.
+        """Return the applied position of a table that has everything committed up to a position.
 
         A commit that contains the position does not count as applied by number; its rows are compared by position.
         """
@@ -208,7 +208,7 @@ class TableRegistry:
         return AppliedPosition(seq=self.index.next_seq(commit) - 1, commit=commit, position=position)
 
     def _has_caught_up(self, managed: ManagedTable) -> bool:
-        """Return whether the log has passed the last chunk of the table's load and all rows refetched since."""
+        """Return whether the log has passed the table's load and all rows refetched since."""
         if not managed.ahead_of_position or managed.applied_position is None:
             return True
         position = self.index.position  # read before the slices up to it
@@ -244,7 +244,7 @@ class TableRegistry:
         return self.log.schemas.current_numbers(schema.table, schema.relation)
 
     def skip_trimmed(self, schema: TableSchema, applied: AppliedPosition) -> AppliedPosition:
-        """Return `applied`, or the first later position from which the log still holds everything of the table."""
+        """Return the first position at or after `applied` from which the log is not trimmed."""
         trimmed = self.index.trimmed_after_position(self.log_numbers_of(schema), applied.seq, applied.position)
         return (
             applied
@@ -263,7 +263,7 @@ class TableRegistry:
         return schema if first is None else self.log.schemas.get(first.table, first.schema).schema
 
     def next_range(self, managed: ManagedTable, end: int) -> ApplyRange | None:
-        """Return the next range that the table can apply; None if there is none, and then its state says why."""
+        """Return the next range that the table can apply; None: its state has the reason."""
         if (
             managed.state.is_blocked
             or managed.reload_reason is not None
@@ -320,7 +320,7 @@ class TableRegistry:
         return replace(applied, seq=seq, commit=last, position=max(applied.position, self.index.end_of(last)))
 
     def _pending_step(self, managed: ManagedTable, reached: Lsn, pending: list[Slice]) -> EvolutionStep | None:
-        """Return the step to the schema that the catalogue showed, once no row of the old schema is pending."""
+        """Return the step to the catalogue's schema, once no older row is pending."""
         pending_schema = managed.pending_schema
         if pending_schema is None or managed.schema is None:
             return None
@@ -435,12 +435,12 @@ class TableRegistry:
         return True
 
     def waits_for_log(self, managed: ManagedTable) -> bool:
-        """Return whether the table has applied the whole log but its load or refetch saw newer rows."""
+        """Return whether the table has applied the whole log but has read newer rows."""
         waits = managed.ahead_of_position and managed.state is TableState.CATCHING_UP
         return waits and not self.pending(managed, self.index.last_commit) and not self._has_caught_up(managed)
 
     def is_caught_up(self, commit: int, *, but: Collection[TableId] = ()) -> bool:
-        """Return whether every table that can apply has applied the log up to the commit, except those in `but`."""
+        """Return whether every table that can apply has reached the commit, except those in `but`."""
         return all(
             managed.table in but
             or managed.state.is_blocked

@@ -1,7 +1,7 @@
-"""Publish which log rows the lake tables have applied, so that retention keeps the others for them.
+"""Publish which log rows the lake tables have applied, so that retention keeps the others.
 
 Only rows that a table's own commit covers count as applied. A failed table keeps holding what it lacks. A table that is
-being loaded holds what comes after its snapshot. A table that will be loaded, or that the settings no longer name,
+being loaded holds rows after its snapshot. A table that will be loaded, or that the settings no longer name,
 holds nothing. Progress is published every few seconds and at the end; publishing late only makes the log keep more.
 """
 
@@ -88,7 +88,10 @@ class RetentionHolds:
 
 
 def release_unwanted(settings: PipelineSettings) -> None:
-    """Remove the holds of tables that the settings no longer name, even if no process applies."""
+    """Remove the holds of tables that the settings no longer name.
+
+    This also works while no process applies.
+    """
     path = settings.log.path
     published = consumers.read_table_progress(path)
     wanted = [progress for progress in published if settings.has(progress.table)]

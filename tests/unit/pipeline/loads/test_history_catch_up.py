@@ -1,4 +1,4 @@
-"""A table that keeps the past is brought to a load point by the log, even if the point is inside a commit."""
+"""The log is applied up to a load point, even if the point is inside a commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds of lake tables on the log: the rows they lack, and no rows that a load will bring."""
+"""Holds of lake tables on the log: the rows they lack, unless a load will read them."""
 
 from __future__ import annotations
 
