@@ -152,7 +152,7 @@ STEPS: dict[str, tuple[Callable[[Formed], object], list[tuple[int, str]]]] = {
     "delete": (lambda table: table.apply(tx(1, delete(2))), [(1, "x")]),
     "truncate": (lambda table: table.apply(tx(1, truncate(), insert(1, name="水", big="q"))), [(1, "q")]),
     "load": (lambda table: _loaded(table, MIRROR), [(1, "x"), (2, "y")]),
-    "another form": (lambda table: _loaded(table, PLAIN_MIRROR), [(1, "x"), (2, "y")]),
+    "another spec": (lambda table: _loaded(table, PLAIN_MIRROR), [(1, "x"), (2, "y")]),
     "evolve": (_evolved, [(1, "x"), (2, "y")]),
     "refresh": (lambda table: again(table, [ODD[0] | {"big": "other"}], "again", 2000), [(1, "other")]),
 }  # fmt: skip

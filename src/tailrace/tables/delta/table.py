@@ -599,8 +599,11 @@ class DeltaRsTable:
         parts = raw.parts()
         if upkeep.file_bytes is not None and (chosen := files_to_compact(raw.sizes(), upkeep.file_bytes, parts)):
             stored_schema = self._spec.stored_schema(opened.commit_record.schema)
-            retained = retained_columns(opened.table, stored_schema)
-            stored = replace(stored_schema, columns=(*stored_schema.columns, *retained), facts=None)
+            stored = replace(
+                stored_schema,
+                columns=(*stored_schema.columns, *retained_columns(opened.table, stored_schema)),
+                facts=None,
+            )
             own, partition_by = raw.in_files(stored), raw.names_in_files(self._spec.partition_by)
             with self._staging(EXCHANGE) as name:
                 files = self._staged(name, own, raw.rows_of(chosen, own.columns, parts), partition_by)

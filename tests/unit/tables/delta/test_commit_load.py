@@ -36,7 +36,7 @@ def at(seq: int) -> AppliedPosition:
 
 
 class Died(BaseException):
-    """Stands for the death of the process."""
+    """Simulates the death of the process."""
 
 
 @pytest.fixture

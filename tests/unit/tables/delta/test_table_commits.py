@@ -1,4 +1,4 @@
-"""What a commit to a Delta table guarantees, and its errors."""
+"""Guarantees and errors of commits to a Delta table."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_upkeep_is_refused_after_a_concurrent_apply(tmp_path: Path, monkeypatch:
     def after_joining(name: str) -> None:
         hit(name)
         if name == "table.after_commit" and table.seq == seq_before:
-            table.seq = seq_before  # stands for another process
+            table.seq = seq_before  # simulates another process
             monkeypatch.setattr(failpoints, "hit", hit)
             table.apply(insert(10, name="x"))
 

@@ -39,7 +39,7 @@ BIG = ("big",)
 
 
 def folded(*rows: Change, schema: TableSchema = SHOP, can_refetch: bool = False) -> dict[Any, dict[str, Any]]:
-    """The folded rows by key, without `copies` and the empty columns that most tests do not look at."""
+    """Return the folded rows by key."""
     result = fold(schema, changes(schema, *rows), can_refetch=can_refetch)
     assert result.rows.schema.equals(folded_schema(schema))
     result.rows.validate(full=True)
