@@ -411,7 +411,7 @@ def test_a_slot_that_no_checkpoint_tells_of_is_not_touched_unless_told(
         CdcRuntime(source, store, key="mistyped").start()
     assert "pg_drop_replication_slot('library')" in refused.value.hint
     assert sql(source, slots) == before
-    told = CdcRuntime(PostgresCapture(replace(source.settings, slot_anew=True)), store, key="other")
+    told = CdcRuntime(PostgresCapture(replace(source.settings, recreate_slot=True)), store, key="other")
     told.start()
     told.stop()
     assert sql(source, slots) != before

@@ -100,7 +100,7 @@ class CdcRuntime(Generic[P]):
         limits: Limits | None = None,
         target: P | None = None,
         transforms: RulesInput | TransformPlan | None = None,
-        on_letter: OnDeadLetter | None = None,
+        on_dead_letter: OnDeadLetter | None = None,
         transform: Transform | None = None,
         observers: Sequence[Observer] = (),
         retry_seconds_max: float = RETRY_SECONDS,
@@ -109,7 +109,7 @@ class CdcRuntime(Generic[P]):
     ) -> None:
         """Create a runtime; `start` or `run` starts it.
 
-        `transforms` are declared rules; `on_letter` receives the rows that they reject. `transform` is applied after
+        `transforms` are declared rules; `on_dead_letter` receives the rows that they reject. `transform` is applied after
         them. A quiet source's position is saved every `idle_seconds_max` (10) seconds, so that the source can discard
         its log.
         """
@@ -121,7 +121,7 @@ class CdcRuntime(Generic[P]):
             limits=limits,
             target=target,
             observers=observers,
-            functions={"on_letter": on_letter, "transform": transform},
+            functions={"on_dead_letter": on_dead_letter, "transform": transform},
             seconds={
                 "retry_seconds_max": retry_seconds_max,
                 "stalled_seconds": stalled_seconds,
@@ -144,7 +144,7 @@ class CdcRuntime(Generic[P]):
         self._idle_seconds = idle_seconds
         self._id, self._number = uuid.uuid4(), 0
         self._notify = ObserverList(observers)
-        self._rules = TransformRunner(transforms, on_letter, self._notify)
+        self._rules = TransformRunner(transforms, on_dead_letter, self._notify)
         self._intake = ReconnectingStream(
             source,
             retry_seconds_max,

@@ -109,7 +109,7 @@ class RuleHalted:
 
 @dataclass(frozen=True, kw_only=True)
 class RowsDeadLettered:
-    """Rows that a rule failed at were accepted by `on_letter`."""
+    """Rows that a rule failed at were accepted by `on_dead_letter`."""
 
     rule: str
     table: TableId

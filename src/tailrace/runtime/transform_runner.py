@@ -2,7 +2,7 @@
 
 Rules apply to the stream, to what a snapshot reads and to injected changes. All three use one plan, so a row has the
 same values and types whichever way it takes. Where a rule halts, nothing is handed out, and nothing behind it: the same
-rows are tried again. Rejected rows go to `on_letter` before the other rows of their batch are handed out. If it fails,
+rows are tried again. Rejected rows go to `on_dead_letter` before the other rows of their batch are handed out. If it fails,
 it is as if the rule had halted.
 
 The caller's function takes Arrow and returns Arrow, for stream and snapshot alike. It changes values, never which rows
@@ -36,16 +36,16 @@ class TransformRunner:
     """The rules of a runtime; without rules every row passes unchanged."""
 
     def __init__(
-        self, rules: RulesInput | TransformPlan | None, on_letter: OnDeadLetter | None, observers: ObserverList
+        self, rules: RulesInput | TransformPlan | None, on_dead_letter: OnDeadLetter | None, observers: ObserverList
     ) -> None:
         self._plan = None if rules is None else _plan_for(rules)
-        self._on_letter, self._notify = on_letter, observers
+        self._on_letter, self._notify = on_dead_letter, observers
         for rule in self._plan.transforms.rules if self._plan is not None else ():
-            if rule.on_error == "dead-letter" and on_letter is None:
+            if rule.on_error == "dead-letter" and on_dead_letter is None:
                 raise ConfigError(
-                    "rule makes dead letters, and there is no `on_letter`",
+                    "rule makes dead letters, and there is no `on_dead_letter`",
                     rule=rule.name,
-                    hint="Pass `on_letter`, a function that stores them, or use `on_error: halt`.",
+                    hint="Pass `on_dead_letter`, a function that stores them, or use `on_error: halt`.",
                 )
 
     def require_ready(self) -> None:
@@ -74,11 +74,11 @@ class TransformRunner:
             raise
         except Exception as error:  # the caller's own code
             raise SinkError(
-                "`on_letter` failed on dead letters",
+                "`on_dead_letter` failed on dead letters",
                 rule=dead_letter.rule,
                 table=table,
                 rows=rows,
-                hint="Fix `on_letter`. For a failure that passes with time, raise `SinkUnready` in it.",
+                hint="Fix `on_dead_letter`. For a failure that passes with time, raise `SinkUnready` in it.",
             ) from error
         self._notify(RowsDeadLettered(rule=dead_letter.rule, table=table, rows=rows, cause=dead_letter.cause))
 

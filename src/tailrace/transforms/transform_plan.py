@@ -265,27 +265,27 @@ class TransformPlan:
             _mark(schema, rows)
         return tuple(to_batch(rows, schema) for schema, rows in routed)
 
-    def apply_all(self, batches: Sequence[ChangeBatch], on_letter: OnDeadLetter) -> tuple[ChangeBatch, ...]:
+    def apply_all(self, batches: Sequence[ChangeBatch], on_dead_letter: OnDeadLetter) -> tuple[ChangeBatch, ...]:
         """Return the batches transformed, each row with its `_seq`.
 
-        Dead letters are passed to `on_letter` once all batches have been transformed, and before a row is returned.
+        Dead letters are passed to `on_dead_letter` once all batches have been transformed, and before a row is returned.
         """
         applied = [self.apply(batch) for batch in batches]
         for one in applied:
             for letter in one.dead_letters:
-                on_letter(letter)
+                on_dead_letter(letter)
         return tuple(made for one in applied for made in one.batches)
 
-    def transform_window(self, window: Window[P], on_letter: OnDeadLetter | None = None) -> Window[P] | None:
+    def transform_window(self, window: Window[P], on_dead_letter: OnDeadLetter | None = None) -> Window[P] | None:
         """Return the window transformed; rows are renumbered if some were removed or added.
 
-        Rejected rows are marked, or go to `on_letter`. None means: the window was a part of a transaction, and no row
+        Rejected rows are marked, or go to `on_dead_letter`. None means: the window was a part of a transaction, and no row
         is left.
         """
-        if on_letter is None:
+        if on_dead_letter is None:
             batches = tuple(made for batch in window.batches for made in self.apply_marking(batch))
         else:
-            batches = self.apply_all(window.batches, on_letter)
+            batches = self.apply_all(window.batches, on_dead_letter)
         if len(batches) == len(window.batches) and all(map(operator.is_, batches, window.batches)):
             return window
         if window.open and not batches:

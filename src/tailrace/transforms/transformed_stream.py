@@ -20,14 +20,14 @@ from tailrace.transforms.transform_plan import OnDeadLetter, TransformPlan
 class TransformedStream(Generic[P]):
     """A stream seen through rules. Windows without rows left move only the position.
 
-    Rows that a rule with `dead-letter` rejected are marked, for a log. With `on_letter` they go there before the window
+    Rows that a rule with `dead-letter` rejected are marked, for a log. With `on_dead_letter` they go there before the window
     is returned. A repeated window repeats them.
     """
 
-    def __init__(self, stream: Stream[P], rules: TransformPlan, on_letter: OnDeadLetter | None = None) -> None:
+    def __init__(self, stream: Stream[P], rules: TransformPlan, on_dead_letter: OnDeadLetter | None = None) -> None:
         require_stream(stream)
         self._stream = stream
-        self._rules, self._on_letter = rules, on_letter
+        self._rules, self._on_letter = rules, on_dead_letter
         if isinstance(stream, HasTimeline):
             self.timeline = stream.timeline
         self._passed: P | None = None

@@ -68,7 +68,7 @@ def test_rows_that_pass_rules_are_acknowledged_once_and_rejected_rows_are_never_
                 store,
                 transforms=RULES,
                 limits=Limits(rows=rows, transactions=policy),
-                on_letter=lambda dead_letter: rejected.update(dead_letter.batch.data.column("id").to_pylist()),
+                on_dead_letter=lambda dead_letter: rejected.update(dead_letter.batch.data.column("id").to_pylist()),
             )
             made.start()
             return made

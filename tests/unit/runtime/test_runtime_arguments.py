@@ -119,7 +119,7 @@ def test_an_object_that_is_not_a_store_is_refused(store: Any) -> None:
         ({"target": "16/1"}, "the value is not a position (found=str)", "Lsn.parse"),
         ({"observers": print}, "`observers` is not a list", "[function]"),
         ({"observers": [None]}, "`observers` cannot be called", "observers=[function]"),
-        ({"on_letter": []}, "`on_letter` cannot be called (found=list)", "without calling it"),
+        ({"on_dead_letter": []}, "`on_dead_letter` cannot be called (found=list)", "without calling it"),
         ({"transform": "upper"}, "`transform` cannot be called", "without calling it"),
         ({"snapshot_tables": SHOP.table}, "tables are not a list", "[TableId("),
         ({"incremental_snapshot": None}, "tables are not a list", "[TableId("),

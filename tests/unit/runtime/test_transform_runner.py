@@ -333,7 +333,7 @@ def test_lesson_1_nothing_passes_a_window_that_a_rule_halts_at_and_earlier_rows_
     halted = [fact for fact in heard if isinstance(fact, observers.RuleHalted)]
     assert {(fact.rule, fact.table) for fact in halted} == {("numbers", "public.people")}
     runtime.force_stop()
-    mended = started(source, store, LENIENT, on_letter=lambda dead_letter: None)
+    mended = started(source, store, LENIENT, on_dead_letter=lambda dead_letter: None)
     assert [(event.seq, event.values["mail"]) for batch in take(mended) for event in batch.events()] == [(1, 3)]
     mended.stop()
 
@@ -354,7 +354,7 @@ def test_lesson_1_a_snapshot_that_a_rule_halts_at_is_neither_given_up_nor_passed
     assert runtime.control.status().snapshot is not None
     runtime.force_stop()
     dead_letters: list[DeadLetter] = []
-    mended = started(source, store, LENIENT, **{how: (TABLE,)}, on_letter=dead_letters.append)
+    mended = started(source, store, LENIENT, **{how: (TABLE,)}, on_dead_letter=dead_letters.append)
     found = [batch for batch in take(mended) if batch.kind is BatchKind.SNAPSHOT]
     assert (values(found, "mail"), [dead_letter.rule for dead_letter in dead_letters][:1]) == ([3], ["numbers"])
     mended.force_stop()
@@ -384,7 +384,7 @@ def test_rows_of_snapshot_stream_and_injection_become_dead_letters_alike(
     heard: list[Fact] = []
     source.commit(people((1, "1", "DE"), (2, "bad", "DE")))
     runtime = started(
-        source, store, LENIENT, snapshot_tables=(TABLE,), on_letter=dead_letters.append, observers=(heard.append,)
+        source, store, LENIENT, snapshot_tables=(TABLE,), on_dead_letter=dead_letters.append, observers=(heard.append,)
     )
     source.commit(people((3, "bad", "DE"), (4, "4", "DE")))
     runtime.enqueue(people((5, "bad", "DE"), (6, "6", "DE")))
@@ -402,7 +402,7 @@ def test_rows_of_snapshot_stream_and_injection_become_dead_letters_alike(
 
 
 def test_dead_letters_without_on_letter_are_refused_before_anything_is_read(source: MemoryCapture) -> None:
-    with pytest.raises(ConfigError, match="there is no `on_letter`") as raised:
+    with pytest.raises(ConfigError, match="there is no `on_dead_letter`") as raised:
         CdcRuntime(source, MemoryCheckpointStore(), transforms=plan_of(LENIENT))
     assert raised.value.fields["rule"] == "numbers"
 
@@ -419,9 +419,9 @@ def test_a_dead_letter_that_on_letter_refuses_blocks_the_batch_and_is_repeated(
         dead_letters.append(dead_letter)
 
     source.commit(people((1, "bad", "DE"), (2, "2", "DE")))
-    runtime = started(source, store, LENIENT, on_letter=keep)
+    runtime = started(source, store, LENIENT, on_dead_letter=keep)
     for _ in range(2):
-        with pytest.raises(SinkError, match="`on_letter` failed"):
+        with pytest.raises(SinkError, match="`on_dead_letter` failed"):
             runtime.poll()
         assert source.confirmed == Lsn(0)
     sink = MemorySink()
@@ -498,7 +498,7 @@ def test_a_rejected_key_move_is_stored_with_the_row_it_takes_values_from_and_can
     source, store, rejected, mirror = MemoryCapture(), MemoryCheckpointStore(), list[DeadLetter](), Mirror()
 
     def deliver(rule: Rule, *injected: ChangeBatch) -> list[int]:
-        runtime = CdcRuntime(source, store, transforms=[rule], on_letter=rejected.append)
+        runtime = CdcRuntime(source, store, transforms=[rule], on_dead_letter=rejected.append)
         runtime.start()
         for batch in injected:
             runtime.enqueue(batch)

@@ -42,7 +42,7 @@ class PostgresSettings:
     """The URL of a standby that chunks are read from; None: the source itself."""
     slot: str
     slot_create: bool = True
-    slot_anew: bool = False
+    recreate_slot: bool = False
     """Drop and create again an existing slot whose position no stored state records.
 
     Only for a slot whose name excludes that another program uses it.

@@ -401,13 +401,13 @@ def ensure_slot(
     slot = _slot(connection, settings.slot)
     if position is None:
         if slot is not None and settings.slot_create:
-            if not settings.slot_anew:
+            if not settings.recreate_slot:
                 raise SourceNotReady(
                     "the replication slot exists already, and no checkpoint records how far it was read",
                     slot=settings.slot,
                     hint="Check that the checkpoint's folder and key are right, and that no other program reads the "
                     f"slot. If it is unused, run SELECT pg_drop_replication_slot('{settings.slot}'); or give "
-                    "`PostgresSettings(slot_anew=True)`.",
+                    "`PostgresSettings(recreate_slot=True)`.",
                 )
             drop_slot(connection, settings.slot, take_over=take_over)
             slot = None

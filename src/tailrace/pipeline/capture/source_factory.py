@@ -31,7 +31,7 @@ def open_source(settings: PipelineSettings, log_id: str) -> PostgresCapture:
         standby=settings.load.standby,
         slot=slot.name or f"tailrace_{log_id}",
         slot_create=slot.create,
-        slot_anew=True,
+        recreate_slot=True,
         publication=publication.name or f"tailrace_{log_id}",
         publication_create=publication.create,
     )
