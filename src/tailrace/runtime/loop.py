@@ -109,9 +109,9 @@ class CdcRuntime(Generic[P]):
     ) -> None:
         """Create a runtime; `start` or `run` starts it.
 
-        `transforms` are declared rules; `on_dead_letter` receives the rows that they reject. `transform` is applied after
-        them. A quiet source's position is saved every `idle_seconds_max` (10) seconds, so that the source can discard
-        its log.
+        `transforms` are declared rules; `on_dead_letter` receives the rows that they reject. `transform` is applied
+        after them. A quiet source's position is saved every `idle_seconds_max` (10) seconds, so that the source can
+        discard its log.
         """
         idle_seconds = IDLE_SECONDS_MAX if idle_seconds_max is None else idle_seconds_max
         require_arguments(

@@ -2,8 +2,8 @@
 
 Rules apply to the stream, to what a snapshot reads and to injected changes. All three use one plan, so a row has the
 same values and types whichever way it takes. Where a rule halts, nothing is handed out, and nothing behind it: the same
-rows are tried again. Rejected rows go to `on_dead_letter` before the other rows of their batch are handed out. If it fails,
-it is as if the rule had halted.
+rows are tried again. Rejected rows go to `on_dead_letter` before the other rows of their batch are handed out. If it
+fails, it is as if the rule had halted.
 
 The caller's function takes Arrow and returns Arrow, for stream and snapshot alike. It changes values, never which rows
 there are, nor a change's own metadata: an acknowledgement counts rows of the source. Where it fails, nothing is handed

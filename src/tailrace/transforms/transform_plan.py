@@ -268,7 +268,8 @@ class TransformPlan:
     def apply_all(self, batches: Sequence[ChangeBatch], on_dead_letter: OnDeadLetter) -> tuple[ChangeBatch, ...]:
         """Return the batches transformed, each row with its `_seq`.
 
-        Dead letters are passed to `on_dead_letter` once all batches have been transformed, and before a row is returned.
+        Dead letters are passed to `on_dead_letter` once all batches have been transformed, and before a row is
+        returned.
         """
         applied = [self.apply(batch) for batch in batches]
         for one in applied:
@@ -279,8 +280,8 @@ class TransformPlan:
     def transform_window(self, window: Window[P], on_dead_letter: OnDeadLetter | None = None) -> Window[P] | None:
         """Return the window transformed; rows are renumbered if some were removed or added.
 
-        Rejected rows are marked, or go to `on_dead_letter`. None means: the window was a part of a transaction, and no row
-        is left.
+        Rejected rows are marked, or go to `on_dead_letter`. None means: the window was a part of a transaction, and no
+        row is left.
         """
         if on_dead_letter is None:
             batches = tuple(made for batch in window.batches for made in self.apply_marking(batch))

@@ -20,8 +20,8 @@ from tailrace.transforms.transform_plan import OnDeadLetter, TransformPlan
 class TransformedStream(Generic[P]):
     """A stream seen through rules. Windows without rows left move only the position.
 
-    Rows that a rule with `dead-letter` rejected are marked, for a log. With `on_dead_letter` they go there before the window
-    is returned. A repeated window repeats them.
+    Rows that a rule with `dead-letter` rejected are marked, for a log. With `on_dead_letter` they go there before the
+    window is returned. A repeated window repeats them.
     """
 
     def __init__(self, stream: Stream[P], rules: TransformPlan, on_dead_letter: OnDeadLetter | None = None) -> None:
