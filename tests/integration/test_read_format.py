@@ -265,7 +265,7 @@ def test_views_are_read_by_one_task(source: psycopg.Connection, read: Read) -> N
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"table": "public.missing"}, "not there (table=public.missing) [source-table-missing] | hint: Names are"),
+        ({"table": "public.missing"}, "not there (table=public.missing) [source-table-missing] | hint: Write names"),
         ({"table": "t"}, "the option `table` is not the name of a table with its schema [config-invalid] | hint: For"),
         ({"columns": "id, nope"}, "no such column (table=public.t, column=nope) [config-invalid] | hint: Name one of id, v"),
         ({"columns": "id, id"}, "the option `columns` has a name twice"),
@@ -277,7 +277,7 @@ def test_views_are_read_by_one_task(source: psycopg.Connection, read: Read) -> N
         ({"snapshotSeconds": "-1"}, "the option `snapshotSeconds` is not a number of seconds"),
         ({"fetchsize": 100}, "the option `fetchsize` is not known [config-invalid] | hint: Use the options of"),
         ({"url": "host=localhost password=secret"}, "the option `url` is not a URL of PostgreSQL"),
-        ({"url": "postgresql://nobody:secret@127.0.0.1:1/x"}, "[source-unreachable] | hint: Is it running, and do"),
+        ({"url": "postgresql://nobody:secret@127.0.0.1:1/x"}, "[source-unreachable] | hint: Check that it is running"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_said_when_it_is_loaded(
