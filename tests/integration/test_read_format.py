@@ -267,7 +267,7 @@ def test_views_are_read_by_one_task(source: psycopg.Connection, read: Read) -> N
     [
         ({"table": "public.missing"}, "not there (table=public.missing) [source-table-missing] | hint: Write names"),
         ({"table": "t"}, "the option `table` is not the name of a table with its schema [config-invalid] | hint: For"),
-        ({"columns": "id, nope"}, "no such column (table=public.t, column=nope) [config-invalid] | hint: Name one of id, v"),
+        ({"columns": "id, nope"}, "column=nope) [config-invalid] | hint: Name one of id, v"),
         ({"columns": "id, id"}, "the option `columns` has a name twice"),
         ({"columns": "id,,v"}, "the option `columns` is not a list of names"),
         ({"where": "nope = 1"}, 'the condition cannot be used: column "nope" does not exist'),
