@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 TABLE_REMADE = "the table was recreated since"
 FOLDER_GONE = "its folder is gone"
-_REPLACED_REASONS = (TABLE_REMADE, FOLDER_GONE)
 _LATER_HINT = "That version is gone with its folder. Ask for a time or position after the table was loaded again."
 _EARLIER_HINT = "Ask for an earlier time or position, or wait until `tailrace at` shows the table again."
 _TIME_HINT = "For example: `2026-11-16T12:00:00Z`. A time without a zone is UTC."
@@ -51,7 +50,7 @@ class TablesAt(dict[str, "DataFrame"]):
                     state=absence.state,
                     why=absence.why,
                     time=self.point.time.isoformat(),
-                    hint=_LATER_HINT if absence.why in _REPLACED_REASONS else _EARLIER_HINT,
+                    hint=_LATER_HINT if absence.replaced else _EARLIER_HINT,
                 )
         raise KeyError(name)
 
@@ -94,7 +93,7 @@ def _without_replaced_tables(layout: LakeLayout, log_id: str, point: ConsistentP
             # A new partitioning gives a table a new identity at the same path.
             if current != identity and (current is None or lake_table.identity(point.versions[table]) != identity):
                 why = FOLDER_GONE if current is None else TABLE_REMADE
-                replaced[table] = Absence(state=TableState.LIVE.value, why=why)
+                replaced[table] = Absence(state=TableState.LIVE.value, why=why, replaced=True)
     return replace(
         point,
         missing={**point.missing, **replaced},

@@ -44,6 +44,8 @@ class Absence:
     """State of the table: a value of `TableState`."""
     why: str
     """Reason in a few words, or the code of the table's error."""
+    replaced: bool = False
+    """True if the version is gone because the table was recreated or its folder removed; not stored."""
 
     @property
     def is_temporary(self) -> bool:
