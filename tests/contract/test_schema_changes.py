@@ -166,8 +166,8 @@ def test_a_new_type_is_recorded_with_whether_the_rows_were_rewritten(diary: Diar
     found = changed("alter table items alter a type varchar(9)", "insert into items values (3)")
     assert found == [{"kind": "retype", "column": "a", "was": "character varying(5)", "now": "character varying(9)"}]
     assert diary.records()[-1]["rewritten"] is False
-    (anew,) = changed("alter table items alter a type int using 1", "insert into items values (4)")
-    assert (anew["kind"], anew["now"]) == ("retype", "integer")
+    (retype,) = changed("alter table items alter a type int using 1", "insert into items values (4)")
+    assert (retype["kind"], retype["now"]) == ("retype", "integer")
     assert diary.records()[-1]["rewritten"] is True
 
 
