@@ -18,7 +18,7 @@ from tailrace.errors import ConfigError, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.settings import PipelineSettings, load_settings
-from tailrace.pipeline.points.ledger import Absence, ConsistentPoint, Ledger
+from tailrace.pipeline.points.ledger import FOLDER_GONE, TABLE_RECREATED, Absence, ConsistentPoint, Ledger
 from tailrace.pipeline.report import TableState
 from tailrace.tables.delta.versions import files_at, needs_connector
 from tailrace.tables.iceberg.catalogs import SPARK_CATALOG, Catalog
@@ -27,8 +27,6 @@ from tailrace.tables.location import LakeLayout
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-TABLE_REMADE = "the table was recreated since"
-FOLDER_GONE = "its folder is gone"
 _LATER_HINT = "That version is gone with its folder. Ask for a time or position after the table was loaded again."
 _EARLIER_HINT = "Ask for an earlier time or position, or wait until `tailrace at` shows the table again."
 _TIME_HINT = "For example: `2026-11-16T12:00:00Z`. A time without a zone is UTC."
@@ -50,7 +48,7 @@ class TablesAt(dict[str, "DataFrame"]):
                     state=absence.state,
                     why=absence.why,
                     time=self.point.time.isoformat(),
-                    hint=_LATER_HINT if absence.replaced else _EARLIER_HINT,
+                    hint=_LATER_HINT if absence.is_replaced else _EARLIER_HINT,
                 )
         raise KeyError(name)
 
@@ -92,8 +90,8 @@ def _without_replaced_tables(layout: LakeLayout, log_id: str, point: ConsistentP
             current = lake_table.identity()
             # A new partitioning gives a table a new identity at the same path.
             if current != identity and (current is None or lake_table.identity(point.versions[table]) != identity):
-                why = FOLDER_GONE if current is None else TABLE_REMADE
-                replaced[table] = Absence(state=TableState.LIVE.value, why=why, replaced=True)
+                why = FOLDER_GONE if current is None else TABLE_RECREATED
+                replaced[table] = Absence(state=TableState.LIVE.value, why=why)
     return replace(
         point,
         missing={**point.missing, **replaced},

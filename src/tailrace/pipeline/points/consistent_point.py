@@ -10,7 +10,7 @@ from __future__ import annotations
 from tailrace.errors import TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline.points.ledger import Absence, ConsistentPoint
+from tailrace.pipeline.points.ledger import FOLDER_GONE, Absence, ConsistentPoint
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.tables.managed_table import ManagedTable
 from tailrace.pipeline.tables.registry import TableRegistry
@@ -91,4 +91,4 @@ def _locked_version(registry: TableRegistry, managed: ManagedTable, commit: int,
         managed.lake_version = version
     if managed.lake_table_id is None:
         managed.lake_table_id = managed.location.open_for_reading().identity()
-    return "its folder is gone" if managed.lake_version is None else managed.lake_version
+    return FOLDER_GONE if managed.lake_version is None else managed.lake_version

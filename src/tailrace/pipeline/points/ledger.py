@@ -36,6 +36,10 @@ KEPT_SECONDS = 30 * 86_400.0
 """Age at which files of points are removed; the table versions they name are usually gone by then."""
 
 
+TABLE_RECREATED, FOLDER_GONE = "the table was recreated since", "its folder is gone"
+"""Stored values of `Absence.why`: ledgers hold them, so they do not change."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Absence:
     """The reason why a table is missing from a point."""
@@ -44,8 +48,11 @@ class Absence:
     """State of the table: a value of `TableState`."""
     why: str
     """Reason in a few words, or the code of the table's error."""
-    replaced: bool = False
-    """True if the version is gone because the table was recreated or its folder removed; not stored."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if the version is gone, because the table was recreated or its folder removed."""
+        return self.why in (TABLE_RECREATED, FOLDER_GONE)
 
     @property
     def is_temporary(self) -> bool:

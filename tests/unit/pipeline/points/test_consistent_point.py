@@ -162,5 +162,5 @@ def test_a_table_without_a_folder_is_missing_and_its_lock_is_released(registry: 
     registry.tables[OTHER].lake_version = None
     point = build_point(registry, registry.index.last_commit)
     assert point is not None
-    assert point.missing == {OTHER: Absence(state="live", why="its folder is gone", replaced=True)}
+    assert point.missing == {OTHER: Absence(state="live", why="its folder is gone")}
     assert registry.tables[OTHER].lock.acquire(blocking=False)
