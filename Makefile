@@ -64,7 +64,7 @@ soak: setup ## Repeat the crash tests (ROUNDS=10), and compare with other reader
 		tests/integration/test_benches.py tests/integration/test_clusters.py \
 		tests/integration/test_stream_killed.py tests/integration/test_take_over.py \
 		tests/integration/test_routes.py tests/unit/capture/postgres/test_attack.py tests/unit/changelog \
-		tests/unit/transforms/test_stream.py --timeout=0 $(ARGS)
+		tests/unit/transforms/test_transformed_stream.py --timeout=0 $(ARGS)
 
 fuzz: setup ## Attack the decoder with bytes that no server sends (SECONDS=600, ARGS="--target decode --keep")
 	@nice -n 10 $(PY) tools/fuzz.py --seconds $(SECONDS) $(ARGS)

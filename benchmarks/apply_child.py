@@ -60,19 +60,19 @@ class Ours:
         self._ends = [seal.last for seal in self._log.seal_index.seals]
 
     def apply(self, number: int) -> None:
-        life, end = self._life, self._ends[number]
+        managed, end = self._life, self._ends[number]
         self._lives.refresh_index()
-        stretch = self._lives.next_range(life, end)
+        stretch = self._lives.next_range(managed, end)
         assert stretch is not None, "there are changes"
-        assert life.applied_position is not None, "it is loaded"
-        assert life.schema is not None, "it is loaded"
+        assert managed.applied_position is not None, "it is loaded"
+        assert managed.schema is not None, "it is loaded"
         work = ApplyWork(
-            table=life.table,
+            table=managed.table,
             log=self._log.path,
-            location=life.location,
+            location=managed.location,
             slices=stretch.slices,
-            schema=life.schema,
-            expected=life.applied_position,
+            schema=managed.schema,
+            expected=managed.applied_position,
             position_after=stretch.position_after,
         )
         outcome = self._run(work)
@@ -80,7 +80,7 @@ class Ours:
             raise outcome.error
         assert outcome.applied_position is not None, "it did not fail"
         assert outcome.schema is not None, "it did not fail"
-        life.record_commit(outcome.applied_position, outcome.schema, outcome.version)
+        managed.record_commit(outcome.applied_position, outcome.schema, outcome.version)
 
 
 class DeltaRsByHand:

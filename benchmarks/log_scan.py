@@ -11,7 +11,7 @@ For this to be fair:
 - Spark wrote the plain files from the cold ones, so rows, columns, types and their order are the same; that is
   checked by count and by a hash over all columns;
 - Spark chose the size of its files and row groups; ours are as the sealer leaves them: sealed in one go, then joined
-  as the log's keeper does it.
+  as the log's maintenance does it.
 """
 
 from __future__ import annotations

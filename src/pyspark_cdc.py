@@ -1,4 +1,7 @@
-"""`format("cdc")` with no import: Spark looks for `pyspark_*` modules, and takes the `DefaultSource` that they have."""
+"""Let Spark find `format("cdc")` without an import.
+
+Spark loads modules named `pyspark_*` and takes their `DefaultSource`.
+"""
 
 from __future__ import annotations
 

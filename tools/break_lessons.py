@@ -38,8 +38,8 @@ BREAKS = (
         "5",
         "a window is confirmed to the server before it is durable",
         "runtime/loop.py",
-        "            rejected = sink.write(batch)\n",
-        "            self._intake.confirm(batch.end)\n            rejected = sink.write(batch)\n",
+        "        rejected = require_rejected(sink.write(batch))\n",
+        "        self._intake.confirm(batch.end)\n        rejected = require_rejected(sink.write(batch))\n",
     ),
     Break(
         "6",
@@ -59,15 +59,15 @@ BREAKS = (
         "17",
         "a changed key does not delete the old one",
         "capture/postgres/decode.py",
-        "            if moved:\n",
-        "            if moved and index < 0:\n",
+        "            if kind == 85 and old >= 0 and _key_moved(",
+        "            if kind < 0 and old >= 0 and _key_moved(",
     ),
     Break(
         "21",
         "a moved row forgets which key it came from",
         "capture/postgres/batches.py",
-        "    if gone.any():\n",
-        "    if gone.any() and False:\n",
+        "    if moved.any():\n",
+        "    if moved.any() and False:\n",
     ),
 )
 

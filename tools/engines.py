@@ -30,10 +30,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SPARK_TESTS = (
     "tests/integration/test_spark_engine.py", "tests/integration/test_spark_driver.py",
     "tests/integration/test_delta_table.py",
-    "tests/integration/test_spark_modes.py", "tests/contract/test_table_forms.py",
-    "tests/unit/tables/test_refresh.py", "tests/unit/tables/test_evolving.py", "tests/unit/spark/test_folding.py",
-    "tests/unit/spark/test_folding_forms.py", "tests/unit/spark/test_setting_aside.py",
-    "tests/unit/spark/test_late_letters.py",
+    "tests/integration/test_spark_modes.py", "tests/contract/test_table_specs.py",
+    "tests/unit/tables/test_merge_load.py", "tests/unit/tables/evolve/test_schema_plan.py",
+    "tests/unit/tasks/test_fold_files.py",
+    "tests/unit/tasks/test_fold_files_by_mode.py", "tests/unit/tasks/test_apply_with_dead_letters.py",
+    "tests/unit/tasks/test_keyless_replay.py",
     "tests/integration/test_spark_features.py", "tests/integration/test_delivery.py",
     "tests/integration/test_table_readers.py", "tests/integration/test_spark_big.py",
     "tests/contract/test_partitions.py", "tests/contract/test_delta_partitions.py",
@@ -43,14 +44,15 @@ SPARK_TESTS = (
     "tests/integration/test_evolution.py::test_after_an_alter_and_no_row_more",
     "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter",
 )  # fmt: skip
-SPARK_41_TESTS = ("tests/integration/test_spark_engine.py", "tests/contract/test_table_forms.py")
+SPARK_41_TESTS = ("tests/integration/test_spark_engine.py", "tests/contract/test_table_specs.py")
 ICEBERG_TESTS = (
     "tests/integration/test_iceberg_table.py", "tests/integration/test_iceberg_pipeline.py",
     "tests/integration/test_iceberg_letters.py", "tests/integration/test_iceberg_rebuild.py",
-    "tests/unit/spark/test_setting_aside.py", "tests/unit/spark/test_late_letters.py",
-    "tests/integration/test_delta_table.py", "tests/contract/test_table_forms.py", "tests/contract/test_partitions.py",
-    "tests/unit/tables/test_refresh.py", "tests/unit/tables/test_evolving.py", "tests/integration/test_delivery.py",
-    "tests/unit/spark/test_folding.py", "tests/unit/spark/test_folding_forms.py",
+    "tests/unit/tasks/test_apply_with_dead_letters.py", "tests/unit/tasks/test_keyless_replay.py",
+    "tests/integration/test_delta_table.py", "tests/contract/test_table_specs.py", "tests/contract/test_partitions.py",
+    "tests/unit/tables/test_merge_load.py", "tests/unit/tables/evolve/test_schema_plan.py",
+    "tests/integration/test_delivery.py",
+    "tests/unit/tasks/test_fold_files.py", "tests/unit/tasks/test_fold_files_by_mode.py",
     "tests/crash/test_kill_the_connector.py",
 )  # fmt: skip
 FORMS, DELTA = "tests/contract/test_table_forms.py::", "tests/integration/test_delta_table.py::"
@@ -86,15 +88,16 @@ DOOR_TESTS = ("tests/integration/test_stream_format.py", "tests/integration/test
 PLAIN_WRITER = "delta-rs"
 FEATURES = "deletion_vectors column_mapping"
 FEATURED = (
-    "tests/unit/tables/test_evolving.py", "tests/unit/tables/test_refresh.py", "tests/integration/test_delivery.py",
+    "tests/unit/tables/evolve/test_schema_plan.py", "tests/unit/tables/test_merge_load.py",
+    "tests/integration/test_delivery.py",
     "tests/integration/test_evolution.py::test_after_an_alter_and_no_row_more",
-    "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter", "tests/contract/test_table_forms.py",
+    "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter", "tests/contract/test_table_specs.py",
     "tests/contract/test_partitions.py", "tests/contract/test_delta_partitions.py",
 )  # fmt: skip
 """Once more, with tables that have these features."""
 CATALOGS = ("jdbc", "rest")
 LISTED = (
-    "tests/contract/test_table_forms.py", "tests/integration/test_delivery.py",
+    "tests/contract/test_table_specs.py", "tests/integration/test_delivery.py",
     "tests/integration/test_delta_table.py::test_every_commit_carries_the_position",
     "tests/integration/test_delta_table.py::test_maintenance_keeps_the_position",
     "tests/integration/test_delta_table.py::test_a_foreign_write_stops_the_table_even_under_maintenance",

@@ -38,7 +38,7 @@ def _rows() -> Iterator[tuple[str, str, str, str]]:
     for name, note in USER_DEFINED_TYPES.values():
         yield name, *_names(_TEXT), note
     yield "arrays of the types from `time` to here", *_names(_TEXT), 'as `{a,NULL,"b c"}`'
-    yield "domains", "that of the type they stand on", "that of the type they stand on", "as the type they stand on"
+    yield "domains", "that of the base type", "that of the base type", "as the base type"
     yield "any other type (an extension's)", *_names(_TEXT), "as the server prints it; noted once in the program's log"
 
 

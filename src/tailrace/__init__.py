@@ -1,7 +1,7 @@
 """Tailrace: change data capture on Spark, in Python.
 
-The public names, imported when they are first used: `import tailrace` costs nothing. Those that need Spark, or a lake
-format, are left out of `__all__`: a program that has neither can still take everything else.
+The public names are imported when they are first used: `import tailrace` costs nothing. Names that need Spark, or a
+lake format, are left out of `__all__`, so a program that has neither can still import everything else.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "rules":  # a module: its names are words of every day
+    if name == "rules":  # a module: its names are everyday words
         return importlib.import_module("tailrace.transforms.rules")
     if name not in _HOMES:
         raise AttributeError(f"module 'tailrace' has no attribute {name!r}")
@@ -292,8 +292,8 @@ def __getattr__(name: str) -> Any:
         if missing in ("", __name__):
             raise
         raise ImportError(
-            f"`tailrace.{name}` needs the package `{missing}`, which is not installed: `pip install tailrace` brings "
-            "all that pipelines need",
+            f"`tailrace.{name}` needs the package `{missing}`, which is not installed: `pip install tailrace` "
+            "installs all that pipelines need",
             name=missing,
         ) from error
     return getattr(home, name)

@@ -1,4 +1,4 @@
-"""All errors that Tailrace raises on purpose: the class is the fact, `remedy` names who acts.
+"""All errors that Tailrace raises on purpose. The class is the fact, `remedy` names who acts.
 
 ```text
 TailraceError
@@ -69,7 +69,7 @@ from typing import Self
 
 
 class Remedy(enum.Enum):
-    """Who acts next."""
+    """The party that acts next."""
 
     RETRY = "retry"
     """No person: the operation is retried."""
@@ -112,7 +112,7 @@ RELOAD_TABLE_HINT = "Run `tailrace snapshot FILE TABLE`: the table is reloaded."
 
 
 class TailraceError(Exception):
-    """Root of all errors: a message, a hint that says what to do, and identifiers as fields.
+    """Root of all errors: a message, a hint for the next action, and identifiers as fields.
 
     `option_hint` says the same for a reader who uses the options of `format("cdc")` and has no settings file.
     """
@@ -140,7 +140,7 @@ class TailraceError(Exception):
         return f"{self.message} ({named})" if named else self.message
 
     def with_option_hint(self, hint: str) -> Self:
-        """Set the hint for a reader who has options and no settings file, and return the error."""
+        """Set the hint for a reader who has only options, and return the error."""
         self.option_hint = hint
         return self
 
@@ -169,7 +169,7 @@ class RuleInvalid(ConfigError):
 
 
 class TransformFailed(TailraceError):
-    """A transform's rule could not be applied to a row; the row is not passed on."""
+    """A transform's rule could not be applied to a row. The row is not passed on."""
 
     code = "transform-failed"
     remedy = Remedy.OPERATOR
@@ -205,7 +205,7 @@ class SnapshotGone(SourceUnreachable):
 
 
 class SourceSlow(SourceError):
-    """The server ended a statement because it took too long, or waited too long for a lock."""
+    """The server ended a statement that took, or waited for a lock, too long."""
 
     code = "source-slow"
     remedy = Remedy.RETRY
@@ -277,7 +277,7 @@ class LogUnusable(LogError):
 
 
 class LogFull(LogUnusable):
-    """There is no room for the log: the disk is full, or a quota is used up."""
+    """The log has no room: the disk is full, or a quota is used up."""
 
     code = "log-full"
     remedy = Remedy.RETRY
@@ -335,6 +335,8 @@ class LogCorrupt(LogError):
     """A file of the log is not what was written."""
 
     code = "log-corrupt"
+    damaged_commit = False
+    """True: the file of a commit is not what was written."""
 
 
 class StateError(TailraceError):
@@ -352,14 +354,14 @@ class StateUnusable(StateError):
 
 
 class StateFull(StateUnusable):
-    """There is no room for the state: the disk is full, or a quota is used up."""
+    """The state has no room: the disk is full, or a quota is used up."""
 
     code = "state-full"
     remedy = Remedy.RETRY
 
 
 class StateBusy(StateError):
-    """Another process owns the state, or one on another host that did not record its end."""
+    """Another process owns the state, or one elsewhere did not record its end."""
 
     code = "state-busy"
     exit_code = ExitCode.BUSY
@@ -391,7 +393,7 @@ class StateTrimmed(StateError):
 
 
 class PositionRewound(StateError):
-    """A position does not follow the saved one: the changes between would arrive twice, or never."""
+    """A position does not follow the saved one. The changes between would arrive twice, or never."""
 
     code = "position-rewound"
 
@@ -417,7 +419,7 @@ class AckRefused(RuntimeRefused):
 
 
 class RuntimeFailed(TailraceError):
-    """A function, store, source or sink that a runtime uses has raised an error that is not ours.
+    """A function, store, source or sink of a runtime has raised a foreign error.
 
     Observers and the verdict get this error. The runtime raises the original failure itself, which is its cause.
     """
@@ -442,7 +444,7 @@ class SinkUnready(SinkError):
 
 
 class SinkRejected(SinkError):
-    """The sink does not accept some of the rows, and no handler for rejected rows is configured."""
+    """The sink rejects some rows, and no handler for rejected rows is configured."""
 
     code = "sink-rejected"
 
@@ -456,7 +458,10 @@ class TableError(TailraceError):
 
 
 class SchemaChanged(TableError):
-    """The source table's schema changed, and a policy says to stop or only a reload can follow the change."""
+    """The source table's schema changed.
+
+    A policy says to stop, or only a reload can follow the change.
+    """
 
     code = "schema-changed"
 
@@ -480,7 +485,7 @@ class BaseRowMissing(TableError):
 
 
 class DeadLettersFull(TableError):
-    """One table has more dead letters than are kept: the table needs a person, not a single row."""
+    """One table has more dead letters than are kept. The table needs a person, not a single row."""
 
     code = "dead-letters-full"
 
@@ -498,7 +503,7 @@ class FormChanged(TableError):
 
 
 class TableAhead(TableError):
-    """The table has applied more than the log holds: one of the two was restored from a copy."""
+    """The table has applied more than the log holds. One of the two was restored from a copy."""
 
     code = "table-ahead"
 
@@ -525,5 +530,5 @@ def _tree(root: type[TailraceError]) -> dict[str, type[TailraceError]]:
 
 
 def error_class(code: str) -> type[TailraceError]:
-    """Return the class of a code; the root for a code that this version does not know."""
+    """Return the class of a code; the root for an unknown code."""
     return _tree(TailraceError).get(code, TailraceError)

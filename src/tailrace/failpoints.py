@@ -1,9 +1,9 @@
-"""Named places where a test may kill the process; nothing happens unless one is armed.
+"""Named points where a test may kill the process; nothing happens unless one is armed.
 
-`TAILRACE_FAILPOINT=name:n` kills the whole process group at the n-th passing of `name`, after noting it in the
-file `TAILRACE_FAILPOINT_LOG`. Killing the group is what a machine that loses power looks like to the disk.
-`TAILRACE_FAILPOINT_SCOPE=process` kills the one process, after lingering long enough for other threads to
-tell the source what they should not.
+`TAILRACE_FAILPOINT=name:n` kills the whole process group at the n-th passing of `name`. It first writes the name to the
+file `TAILRACE_FAILPOINT_LOG`. To the disk, killing the group looks like a machine that loses power.
+`TAILRACE_FAILPOINT_SCOPE=process` kills only this process, after lingering long enough for other threads to report to
+the source what they should not.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ NAMES = (
     "state.created",
     "state.removed",
 )
-"""Every failpoint there is; the crash test hits each."""
+"""All failpoints; the crash test hits each."""
 
 LINGER_SECONDS = 0.5
 
@@ -64,7 +64,7 @@ _armed, _left = "", 1
 
 
 def arm(setting: str) -> None:
-    """Have this process die at a place: `name:n`; an empty text disarms it. The environment does so at the start."""
+    """Arm a failpoint as `name:n`; an empty text disarms. The environment arms one at the start."""
     global _armed, _left
     _armed, _, count = setting.partition(":")
     _left = int(count or 1)
@@ -74,7 +74,7 @@ arm(os.environ.get("TAILRACE_FAILPOINT", ""))
 
 
 def hit(name: str) -> None:
-    """Pass the named place; die there if it is armed and its turn has come."""
+    """Pass the failpoint; die there if it is armed and its count is reached."""
     global _left
     if name != _armed:
         return

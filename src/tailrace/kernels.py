@@ -1,7 +1,7 @@
-"""How compiled code is built: numba, without the interpreter's lock, kept in the user's cache folder.
+"""Build settings of compiled code: numba, without the interpreter's lock, cached per user.
 
-Import `kernel` from here and nowhere else, so that every kernel is cached in one known place: the folder is
-decided before numba is imported, because numba reads it only then.
+Import `kernel` from here and nowhere else, so that every kernel is cached in one known folder. The folder is chosen
+before numba is imported, because numba reads it only then.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept between runs; a folder for temporary files if home cannot be written."""
+    """Return the folder that keeps compiled kernels between runs.
+
+    A folder for temporary files, if the home folder cannot be written.
+    """
     home = os.environ.get("TAILRACE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    wanted = Path(os.path.expanduser(home)) / "tailrace" / "kernels"
+    folder = Path(os.path.expanduser(home)) / "tailrace" / "kernels"
     try:
-        wanted.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}" / "kernels"
-    return wanted
+    return folder
 
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder()))

@@ -1,4 +1,4 @@
-"""No process of ours outlives its parent."""
+"""Ends our child processes when their parent ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _WATCH_SECONDS = 1.0
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when its parent is gone; elsewhere than on Linux, watch for it."""
+    """End this process when its parent ends. Linux does it; elsewhere a thread watches the parent."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it went while we were asking
+    if os.getppid() != parent:  # the parent ended before the request was in force
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""The sources that the contract is tried on."""
+"""The sources that the contract suite runs on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.benches import Bench, MemoryBench, PostgresBench, Streams
 from tests.support.tables import Scene
 
 KEEPALIVE_SECONDS = 6
-"""The server cuts a connection that does not answer for so long; at half of it, it asks."""
+"""The server cuts a connection that does not answer for that long; at half of it, it requests an answer."""
 HELD_BACK_SECONDS = 1.5 * KEEPALIVE_SECONDS
 
 
@@ -26,7 +26,7 @@ def server() -> Iterator[EmbeddedPostgres]:
 
 @pytest.fixture
 def impatient(server: EmbeddedPostgres) -> Iterator[None]:
-    """Only where that is the point: a busy machine may well stand still for half of that."""
+    """Shorten the time-out only where it is the point: a busy machine may well pause for half of it."""
     with server.connect() as connection:
         connection.execute(f"alter role current_user set wal_sender_timeout = '{KEEPALIVE_SECONDS}s'")
         yield

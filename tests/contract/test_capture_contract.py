@@ -1,4 +1,4 @@
-"""What every source promises (capture/port.py), tried on each. A new source adds a `Bench` and passes unchanged."""
+"""The promises of every source (capture/port.py). A new source adds a `Bench` and passes unchanged."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_windows_join_without_a_gap(bench: Bench, streams: Streams) -> None:
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_a_batch_has_the_shape_it_says(bench: Bench, streams: Streams) -> None:
+def test_a_batch_follows_its_schema(bench: Bench, streams: Streams) -> None:
     bench.write(("items", 1))
     (window,) = take(streams.open(bench.begin), bench.begin, 1)
     (batch,) = window.batches
@@ -75,7 +75,7 @@ def test_a_batch_has_the_shape_it_says(bench: Bench, streams: Streams) -> None:
 # --- repetition --------------------------------------------------------------------------------------------
 
 
-def test_nothing_at_or_before_the_position_comes(bench: Bench, streams: Streams) -> None:
+def test_nothing_at_or_before_the_position_is_delivered(bench: Bench, streams: Streams) -> None:
     stream = streams.open(bench.begin)
     bench.write(("items", 1), ("items", 2))
     (first,) = take(stream, bench.begin, 2)
@@ -85,7 +85,7 @@ def test_nothing_at_or_before_the_position_comes(bench: Bench, streams: Streams)
     assert keys(second) == [3]
 
 
-def test_opened_again_without_a_confirmation_everything_comes_again(bench: Bench, streams: Streams) -> None:
+def test_reopened_without_a_confirmation_everything_is_delivered_again(bench: Bench, streams: Streams) -> None:
     for n in range(3):
         bench.write(("items", n), ("others", n + 10))
     first = streams.open(bench.begin)
@@ -96,7 +96,7 @@ def test_opened_again_without_a_confirmation_everything_comes_again(bench: Bench
     assert [[row[name] for name in same] for row in once] == [[row[name] for name in same] for row in again]
 
 
-def test_opened_again_after_a_confirmation_only_the_rest_comes(bench: Bench, streams: Streams) -> None:
+def test_reopened_after_a_confirmation_only_the_rest_is_delivered(bench: Bench, streams: Streams) -> None:
     bench.write(("items", 1))
     stream = streams.open(bench.begin)
     (first,) = take(stream, bench.begin, 1, confirm=True)
@@ -105,8 +105,8 @@ def test_opened_again_after_a_confirmation_only_the_rest_comes(bench: Bench, str
     assert keys(*take(streams.open(first.end), first.end, 1)) == [2]
 
 
-def test_a_window_that_was_not_made_durable_comes_again(bench: Bench, streams: Streams) -> None:
-    """`after` says what the caller has; a window it could not keep must not be passed over in silence."""
+def test_a_window_that_was_not_made_durable_is_delivered_again(bench: Bench, streams: Streams) -> None:
+    """`after` is what the caller has; a window that it could not keep must not be skipped silently."""
     stream = streams.open(bench.begin)
     bench.write(("items", 1))
     (lost,) = take(stream, bench.begin, 1)
@@ -133,7 +133,7 @@ def test_reading_and_closing_confirm_nothing(bench: Bench, streams: Streams) -> 
     assert bench.confirmed() == before
 
 
-def test_what_is_confirmed_reaches_the_source(bench: Bench, streams: Streams) -> None:
+def test_a_confirmation_reaches_the_source(bench: Bench, streams: Streams) -> None:
     bench.write(("items", 1))
     stream = streams.open(bench.begin)
     (window,) = take(stream, bench.begin, 1, confirm=True)
@@ -144,7 +144,7 @@ def test_what_is_confirmed_reaches_the_source(bench: Bench, streams: Streams) ->
     assert bench.confirmed() == window.end
 
 
-def test_a_position_before_what_was_confirmed_is_lost_and_that_is_said(bench: Bench, streams: Streams) -> None:
+def test_a_position_before_the_confirmed_one_is_reported_lost(bench: Bench, streams: Streams) -> None:
     bench.write(("items", 1))
     stream = streams.open(bench.begin)
     take(stream, bench.begin, 1, confirm=True)
@@ -169,13 +169,13 @@ def test_a_quiet_source_moves_its_position(bench: Bench, streams: Streams) -> No
     assert keys(*take(stream, window.end, 1)) == [1]
 
 
-def test_nothing_to_read_is_nothing(bench: Bench, streams: Streams) -> None:
-    """A position may move on its own, but rows come only from commits."""
+def test_without_changes_a_read_returns_none(bench: Bench, streams: Streams) -> None:
+    """A position may move alone, but rows are only delivered for commits."""
     window = streams.open(bench.begin).read(bench.begin, 0.05)
     assert window is None or window.is_empty
 
 
-def test_lag_shows_what_the_source_keeps(bench: Bench, streams: Streams) -> None:
+def test_lag_shows_what_the_source_retains(bench: Bench, streams: Streams) -> None:
     bench.write(("items", 1))
     lag = bench.capture.lag()
     assert lag.confirmed is not None
@@ -183,7 +183,7 @@ def test_lag_shows_what_the_source_keeps(bench: Bench, streams: Streams) -> None
     assert (lag.retained_bytes or 0) > 0
 
 
-def test_a_capability_that_is_not_there_is_refused(bench: Bench) -> None:
+def test_a_missing_capability_is_refused(bench: Bench) -> None:
     if bench.capture.capabilities.snapshot:
         with bench.capture.snapshot() as snapshot:
             assert snapshot.position >= bench.begin

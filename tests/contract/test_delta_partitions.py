@@ -1,6 +1,6 @@
-"""Partitioned Delta tables: what its protocol and its log have of its own, and no promise of every table is.
+"""Partitioned Delta tables: properties of Delta's protocol and log alone.
 
-Those are held to in `test_partitions.py`.
+Promises of every table are checked in `test_partitions.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def made(tmp_path: Path) -> Any:
 
 
 @without_features
-def test_the_values_stand_in_the_log_and_in_the_folders_and_not_in_the_files(made: Any) -> None:
+def test_partition_values_are_in_the_log_and_the_folders_but_not_in_the_files(made: Any) -> None:
     table = made(TableSpec(partition_by=("name", "n")))
     table.apply(tx(1, update(1, name=None, n=7, unchanged=BIG)))
     names = table.table.files()
@@ -55,8 +55,8 @@ def test_the_values_stand_in_the_log_and_in_the_folders_and_not_in_the_files(mad
     assert add["partitionValues"] == {"name": None, "n": "7"}
 
 
-def test_versions_of_before_it_was_partitioned_otherwise_can_still_be_read(tmp_path: Path) -> None:
-    """An Iceberg table forgets what was partitioned by other columns (`icebergshape.parting`)."""
+def test_versions_with_an_earlier_partitioning_can_still_be_read(tmp_path: Path) -> None:
+    """An Iceberg table forgets columns that it was partitioned by earlier."""
     path = tmp_path / "t"
     for form in (MIRROR, PLAIN_MIRROR, TableSpec(partition_by=("n",))):
         Formed(open_table(path, LOG, form), form, path, rows=ROWS[: 1 + len(form.partition_by)])
@@ -66,7 +66,7 @@ def test_versions_of_before_it_was_partitioned_otherwise_can_still_be_read(tmp_p
 
 
 @without_features
-def test_a_table_with_features_of_spark_is_replaced_by_one_with_partitions_and_back(tmp_path: Path) -> None:
+def test_a_table_with_spark_features_can_be_replaced_by_a_partitioned_one_and_back(tmp_path: Path) -> None:
     path = tmp_path / "t"
     rows: list[Row] = [*ROWS, {"id": 4, "name": "a/b é%", "big": None, "n": None}]
     featured = DeltaRsTable(path, LOG, PLAIN_MIRROR, Features(deletion_vectors=True))

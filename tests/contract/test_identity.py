@@ -1,4 +1,4 @@
-"""What a real server tells of the old row, for every replica identity, and what it leaves out of the new one."""
+"""The old row that a real server sends, for every replica identity, and what it leaves out of the new one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FULL = "alter table t replica identity full"
 
 
 def follow(scene: Scene, *statements: str) -> None:
-    """Make a table `t` with these statements, and follow it."""
+    """Create a table `t` with these statements, and follow it."""
     scene.run(*statements)
     scene.follow("t")
 
 
-def where_published(scene: Scene) -> set[str]:
+def publication_of_each_table(scene: Scene) -> set[str]:
     return scene.capture.publications_by_table()[scene.id("t")]
 
 
@@ -35,7 +35,7 @@ def test_by_default_the_primary_key_is_the_identity(scene: Scene) -> None:
     assert scene.agreed(told, "t") == [{"v": "c", "id": 2}]
 
 
-def test_under_full_the_whole_old_row_comes_and_the_key_is_read_from_the_catalogue(scene: Scene) -> None:
+def test_under_full_the_whole_old_row_is_sent_and_the_key_is_read_from_the_catalogue(scene: Scene) -> None:
     follow(scene, "create table t (v text, id int primary key, w int)", FULL)
     scene.run("insert into t values ('a', 1, 7)", "update t set v = 'b'", "update t set id = 2", "delete from t")
     told = scene.told()
@@ -95,7 +95,7 @@ def test_without_an_identity_inserts_and_truncates_arrive_and_the_application_is
     scene: Scene, made: list[str]
 ) -> None:
     follow(scene, *made)
-    assert where_published(scene) == {f"{scene.name}_inserts"}
+    assert publication_of_each_table(scene) == {f"{scene.name}_inserts"}
     scene.run("insert into t values (1, 'a'), (2, 'b')", "update t set v = 'x'", "delete from t where id = 1")
     told = scene.told()
     assert [change.short for change in told] == [("insert", "t", 1, "a"), ("insert", "t", 2, "b")]
@@ -113,7 +113,7 @@ def test_a_deferrable_key_under_full_is_no_key(scene: Scene) -> None:
     assert scene.agreed(told, "t") == [{"id": 1}, {"id": 2}]
 
 
-def test_a_keyless_table_under_full_keeps_equal_rows_apart(scene: Scene) -> None:
+def test_a_keyless_table_under_full_keeps_equal_rows_separate(scene: Scene) -> None:
     follow(scene, "create table t (a int, b text)", FULL)
     scene.run(
         "insert into t values (1, 'x'), (1, 'x'), (1, 'x'), (null, null)",
@@ -142,13 +142,13 @@ def test_a_keyless_table_under_full_keeps_equal_rows_apart(scene: Scene) -> None
     assert scene.agreed(told, "t") == [{"a": 0, "b": None}, {"a": 1, "b": "x"}, {"a": 1, "b": "y"}]
 
 
-def test_an_identity_whose_index_was_dropped_is_none_at_the_next_start(scene: Scene) -> None:
+def test_an_identity_whose_index_was_dropped_is_missing_at_the_next_start(scene: Scene) -> None:
     follow(
         scene,
         "create table t (id int primary key, a int not null unique)",
         "alter table t replica identity using index t_a_key",
     )
-    assert where_published(scene) == {scene.name}
+    assert publication_of_each_table(scene) == {scene.name}
     scene.run("alter table t drop constraint t_a_key")
     (table,) = scene.capture.tables()
     assert table.identity is Identity.NONE
@@ -157,7 +157,7 @@ def test_an_identity_whose_index_was_dropped_is_none_at_the_next_start(scene: Sc
 # --- identity that changes ---------------------------------------------------------------------------------
 
 
-def test_an_identity_that_changes_in_mid_stream_is_known_from_the_next_row_on(scene: Scene) -> None:
+def test_an_identity_that_changes_during_the_stream_holds_from_the_next_row_on(scene: Scene) -> None:
     follow(scene, "create table t (id int primary key, a int not null unique, v text)")
     scene.run(
         "insert into t values (1, 10, 'v')",
@@ -187,12 +187,12 @@ def test_an_identity_that_changes_in_mid_stream_is_known_from_the_next_row_on(sc
     assert rows == [{"id": 2, "a": 11, "v": "x"}]
 
 
-def test_a_table_that_gets_an_identity_moves_to_the_publication_that_tells_all(scene: Scene) -> None:
+def test_a_table_that_gets_an_identity_moves_to_the_publication_with_updates(scene: Scene) -> None:
     follow(scene, "create table t (id int)")
-    assert where_published(scene) == {f"{scene.name}_inserts"}
+    assert publication_of_each_table(scene) == {f"{scene.name}_inserts"}
     scene.run("insert into t values (1)", FULL)
     scene.restart()
-    assert where_published(scene) == {scene.name}
+    assert publication_of_each_table(scene) == {scene.name}
     scene.run("update t set id = 2")
     assert scene.short() == [("insert", "t", 1), ("update", "t", 2)]
 
@@ -201,7 +201,7 @@ def test_a_table_that_loses_its_identity_leaves_the_publication_before_an_update
     follow(scene, "create table t (id int primary key)")
     scene.run("insert into t values (1)", "alter table t drop constraint t_pkey")
     scene.restart()
-    assert where_published(scene) == {f"{scene.name}_inserts"}
+    assert publication_of_each_table(scene) == {f"{scene.name}_inserts"}
     scene.run("update t set id = 2", "insert into t values (3)")
     assert scene.short() == [("insert", "t", 1), ("insert", "t", 3)]
 
@@ -219,7 +219,7 @@ def test_a_key_on_other_columns_is_the_key_from_the_next_row_on(scene: Scene) ->
 # --- values that are not sent ------------------------------------------------------------------------------
 
 
-def test_a_large_value_that_did_not_change_is_named_and_not_null(scene: Scene) -> None:
+def test_a_large_value_that_did_not_change_is_named_as_unsent_and_is_not_null(scene: Scene) -> None:
     follow(scene, "create table t (id int primary key, big text, small text, huge text)")
     scene.run(
         f"insert into t values (1, {BIG}, 's', {BIG})",
@@ -246,7 +246,7 @@ def test_under_full_a_large_value_that_did_not_change_is_filled_from_the_old_row
     assert (before["small"], before["big"]) == ("s", told[0].values["big"])
 
 
-def test_a_large_value_in_a_keyless_table_comes_whole_with_every_change(scene: Scene) -> None:
+def test_a_large_value_in_a_keyless_table_is_sent_whole_with_every_change(scene: Scene) -> None:
     follow(scene, "create table t (big text, n int)", FULL)
     scene.run(f"insert into t values ({BIG}, 1), ({BIG}, 2)")
     scene.run("update t set n = 3 where n = 1", "delete from t where n = 2")
@@ -256,7 +256,7 @@ def test_a_large_value_in_a_keyless_table_comes_whole_with_every_change(scene: S
     assert scene.agreed(told, "t") == [{"big": told[0].values["big"], "n": 3}]
 
 
-def test_a_key_update_names_the_large_values_it_does_not_bring(scene: Scene) -> None:
+def test_a_key_update_names_the_large_values_that_it_does_not_send(scene: Scene) -> None:
     follow(scene, "create table t (id int primary key, big text, n int)")
     scene.run(f"insert into t values (1, {BIG}, 1)", "update t set id = 2, n = 2")
     told = scene.told()
@@ -266,7 +266,7 @@ def test_a_key_update_names_the_large_values_it_does_not_bring(scene: Scene) -> 
     assert scene.agreed(told, "t") == [{"id": 2, "big": stored, "n": 2}]
 
 
-def test_a_large_key_comes_with_every_change(scene: Scene) -> None:
+def test_a_large_key_is_sent_with_every_change(scene: Scene) -> None:
     # Too large to be sent when it did not change, small enough for an index once it is compressed.
     follow(scene, "create table t (id text primary key, n int)", "alter table t alter id set storage external")
     key = "repeat('k', 2500)"

@@ -54,7 +54,7 @@ def test_a_large_transaction_arrives_once_and_whole_in_parts(bench: Bench, strea
     assert sum(window.transactions for window in windows) == 3
 
 
-def test_the_rows_of_a_large_transaction_say_what_they_are_part_of(bench: Bench, streams: Streams) -> None:
+def test_the_rows_of_a_large_transaction_name_their_transaction(bench: Bench, streams: Streams) -> None:
     bench.give_in_parts(50)
     bench.write_many(0, 1000)
     windows = take(streams.open(bench.begin), bench.begin, 1000)
@@ -87,7 +87,7 @@ def test_large_transactions_follow_one_another(bench: Bench, streams: Streams) -
             assert len(set(numbers(change.TX, window).tolist())) == 1, "an open window is one transaction's"
 
 
-def test_what_fits_is_never_given_in_parts(bench: Bench, streams: Streams) -> None:
+def test_a_transaction_that_fits_is_never_split(bench: Bench, streams: Streams) -> None:
     bench.write_many(0, 20_000)
     (window,) = take(streams.open(bench.begin), bench.begin, 20_000)
     assert (window.open, window.continues, window.transactions) == (False, False, 1)
@@ -96,7 +96,7 @@ def test_what_fits_is_never_given_in_parts(bench: Bench, streams: Streams) -> No
 # --- repetition --------------------------------------------------------------------------------------------
 
 
-def test_opened_again_between_two_parts_the_transaction_begins_again(bench: Bench, streams: Streams) -> None:
+def test_reopened_between_two_parts_the_transaction_begins_again(bench: Bench, streams: Streams) -> None:
     bench.give_in_parts(200)
     bench.write_many(0, 2000)
     first = streams.open(bench.begin)
@@ -108,9 +108,11 @@ def test_opened_again_between_two_parts_the_transaction_begins_again(bench: Benc
     assert keys(*take(streams.open(bench.begin), bench.begin, 2000)) == list(range(2000))
 
 
-def test_the_end_that_was_not_made_durable_comes_again(bench: Bench, streams: Streams) -> None:
-    """The parts were kept, the window that finishes the transaction was not. A source gives that window again, or
-    begins the transaction again, and says which."""
+def test_the_end_of_a_transaction_that_was_not_made_durable_is_delivered_again(bench: Bench, streams: Streams) -> None:
+    """The parts were stored, the window that finishes the transaction was not.
+
+    A source delivers that window again, or begins the transaction again, and the window says which.
+    """
     bench.give_in_parts(200)
     bench.write_many(0, 2000)
     stream = streams.open(bench.begin)
@@ -121,7 +123,7 @@ def test_the_end_that_was_not_made_durable_comes_again(bench: Bench, streams: St
     assert keys(*kept if again[0].continues else (), *again) == list(range(2000))
 
 
-def test_a_large_transaction_that_is_over_does_not_come_again(bench: Bench, streams: Streams) -> None:
+def test_a_large_transaction_that_is_over_is_not_delivered_again(bench: Bench, streams: Streams) -> None:
     bench.give_in_parts(200)
     bench.write_many(0, 2000)
     end = take(streams.open(bench.begin), bench.begin, 2000)[-1].end
@@ -159,7 +161,7 @@ def _rest(stream: Stream, after: Lsn) -> Lsn:
 
 
 def test_the_position_does_not_move_between_two_parts(bench: Bench, streams: Streams) -> None:
-    """Not even to what the source has shown before the transaction began."""
+    """Not even to what the source has reported before the transaction began."""
     bench.write_elsewhere()
     stream = streams.open(bench.begin)
     quiet_window(stream, bench.begin)  # not made durable: the caller waits until it is worth it
@@ -179,7 +181,7 @@ def test_the_position_does_not_move_between_two_parts(bench: Bench, streams: Str
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
-def test_a_reader_that_holds_back_holds_little_and_answers_keepalives(postgres: PostgresBench) -> None:
+def test_a_reader_that_holds_back_buffers_little_and_answers_keepalives(postgres: PostgresBench) -> None:
     postgres.give_in_parts(PART)
     with contextlib.closing(postgres.capture.live(postgres.begin)) as stream:
         assert isinstance(stream, ReadAheadStream)
@@ -236,15 +238,15 @@ def test_a_connection_that_breaks_between_two_parts_loses_nothing(
     assert next_rows(stream, postgres.begin).open
     postgres.execute(f"select pg_terminate_backend({postgres.walsender()})")
     with pytest.raises(SourceUnreachable):
-        # Where all of it was on its way already, nothing comes after it.
+        # Where all of it was already on its way, nothing arrives after it.
         next_rows(stream, _rest(stream, postgres.begin))
     postgres_streams.close(stream)
     again = take(postgres_streams.open(postgres.begin), postgres.begin, LARGE)
     assert keys(*again) == list(range(LARGE))
 
 
-def test_what_could_not_be_decoded_is_not_read_over(postgres: PostgresBench, postgres_streams: Streams) -> None:
-    """A table's shape is looked up while a window is decoded; here the connection for that breaks."""
+def test_a_window_that_could_not_be_decoded_is_not_skipped(postgres: PostgresBench, postgres_streams: Streams) -> None:
+    """A table's schema is looked up while a window is decoded; here the connection for that breaks."""
     stream = postgres_streams.open(postgres.begin)
     postgres.execute(
         "select pg_terminate_backend(pid) from pg_stat_activity "

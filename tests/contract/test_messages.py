@@ -1,4 +1,4 @@
-"""What applications write with `pg_logical_emit_message`, read from a real server."""
+"""Messages that applications write with `pg_logical_emit_message`, read from a real server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.benches import PostgresBench, Streams, take
 
 @pytest.fixture
 def listening(postgres: PostgresBench) -> Iterator[Streams]:
-    """Streams that ask for messages, except those whose prefix begins with `not`."""
+    """Streams that request messages, except those whose prefix begins with `not`."""
     settings = replace(postgres.capture.settings, messages=lambda prefix: not prefix.startswith("not"))
     opened = Streams(PostgresCapture(settings))
     yield opened
@@ -44,9 +44,7 @@ def emit(postgres: PostgresBench, *, transactional: bool, prefix: str, content: 
     postgres.execute(f"select pg_logical_emit_message({transactional}, '{prefix}', '{content}')")
 
 
-def test_a_message_arrives_whether_it_is_part_of_a_transaction_or_not(
-    postgres: PostgresBench, listening: Streams
-) -> None:
+def test_a_message_arrives_inside_and_outside_of_a_transaction(postgres: PostgresBench, listening: Streams) -> None:
     emit(postgres, transactional=True, prefix="é1")
     emit(postgres, transactional=False, prefix="é2", content="")
     postgres.execute("select pg_logical_emit_message(true, 'bytes', '\\x00ff'::bytea)")
@@ -58,7 +56,9 @@ def test_a_message_arrives_whether_it_is_part_of_a_transaction_or_not(
     assert outside["_committed_at"] >= inside["_committed_at"]
 
 
-def test_a_message_has_its_place_among_the_rows_of_its_transaction(postgres: PostgresBench, listening: Streams) -> None:
+def test_a_message_has_its_position_among_the_rows_of_its_transaction(
+    postgres: PostgresBench, listening: Streams
+) -> None:
     with postgres.connection.transaction():
         # Without savepoints: where one ends, the server itself gives a message after the row that follows it.
         postgres.execute(f"insert into {postgres.schema}.items values (1)")
@@ -70,7 +70,7 @@ def test_a_message_has_its_place_among_the_rows_of_its_transaction(postgres: Pos
     assert len({row["_tx"] for row in rows(windows)}) == 1
 
 
-def test_what_is_rolled_back_was_never_said_unless_it_stood_outside(
+def test_a_rolled_back_message_never_arrives_unless_it_was_outside_of_the_transaction(
     postgres: PostgresBench, listening: Streams
 ) -> None:
     with postgres.connection.transaction(force_rollback=True):
@@ -81,7 +81,9 @@ def test_what_is_rolled_back_was_never_said_unless_it_stood_outside(
     assert [prefix for prefix, _, _ in messages(windows)] == ["outside", "after"]
 
 
-def test_messages_come_once_however_often_the_stream_is_opened(postgres: PostgresBench, listening: Streams) -> None:
+def test_messages_are_delivered_once_however_often_the_stream_is_opened(
+    postgres: PostgresBench, listening: Streams
+) -> None:
     position, heard = postgres.begin, []
     for n in range(6):
         emit(postgres, transactional=n % 3 == 0, prefix=f"n{n}")
@@ -95,7 +97,7 @@ def test_messages_come_once_however_often_the_stream_is_opened(postgres: Postgre
     assert [prefix for prefix, _, _ in heard] == [f"n{n}" for n in range(6)]
 
 
-def test_a_message_that_was_not_made_durable_comes_again(postgres: PostgresBench, listening: Streams) -> None:
+def test_a_message_that_was_not_made_durable_is_delivered_again(postgres: PostgresBench, listening: Streams) -> None:
     emit(postgres, transactional=False, prefix="again")
     for _ in range(2):
         stream = listening.open(postgres.begin)
@@ -111,7 +113,7 @@ def test_messages_of_other_applications_are_left_out(postgres: PostgresBench, li
     assert [prefix for prefix, _, _ in messages(windows)] == ["for us", "for us"]
 
 
-def test_who_does_not_ask_for_messages_gets_none(postgres: PostgresBench, postgres_streams: Streams) -> None:
+def test_without_a_request_for_messages_none_is_delivered(postgres: PostgresBench, postgres_streams: Streams) -> None:
     emit(postgres, transactional=True, prefix="a")
     emit(postgres, transactional=False, prefix="b")
     postgres.write(("items", 1))

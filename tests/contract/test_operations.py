@@ -1,4 +1,4 @@
-"""Every way in which a row can be written at a real server, and what arrives of it."""
+"""Every way to write a row at a real server, and the changes that arrive."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_update_that_changes_nothing_arrives_too(items: Scene) -> None:
     assert items.short()[1:] == [("update", "t", 1, "a", 0)]
 
 
-def test_a_row_that_is_made_and_removed_in_one_transaction_arrives_twice(items: Scene) -> None:
+def test_a_row_that_is_inserted_and_deleted_in_one_transaction_arrives_twice(items: Scene) -> None:
     items.together("insert into t values (1)", "delete from t")
     assert [change[0] for change in items.short()] == ["insert", "delete"]
 
@@ -63,7 +63,7 @@ def test_copied_rows_arrive_like_inserted_ones(items: Scene) -> None:
     assert items.agreed(told, "t")[0] == {"id": 0, "name": "tab\tand\nline 0", "n": 0}
 
 
-def test_an_insert_on_conflict_arrives_as_what_it_became(items: Scene) -> None:
+def test_an_insert_on_conflict_arrives_as_its_result(items: Scene) -> None:
     items.run(
         "insert into t values (1, 'a')",
         "insert into t values (1, 'x'), (2, 'b') on conflict (id) do update set name = excluded.name, n = t.n + 1",
@@ -72,7 +72,7 @@ def test_an_insert_on_conflict_arrives_as_what_it_became(items: Scene) -> None:
     assert items.short()[1:] == [("update", "t", 1, "x", 1), ("insert", "t", 2, "b", 0), ("insert", "t", 3, "c", 0)]
 
 
-def test_a_merge_arrives_as_what_it_did(items: Scene) -> None:
+def test_a_merge_arrives_as_its_results(items: Scene) -> None:
     items.run(
         "insert into t values (1, 'a'), (2, 'b')",
         "merge into t using (values (1, 'x'), (2, null), (3, 'c')) s(id, name) on t.id = s.id "
@@ -88,7 +88,7 @@ def test_a_merge_arrives_as_what_it_did(items: Scene) -> None:
     assert [row["name"] for row in items.agreed(told, "t")] == ["x", "c"]
 
 
-def test_what_triggers_and_foreign_keys_do_arrives_in_the_same_transaction(scene: Scene) -> None:
+def test_changes_by_triggers_and_foreign_keys_arrive_in_the_same_transaction(scene: Scene) -> None:
     scene.run(
         "create table parent (id int primary key)",
         "create table child (id int primary key, parent int references parent on delete cascade on update cascade)",
@@ -142,7 +142,7 @@ def test_a_truncate_that_cascades_arrives_for_the_tables_it_reached(scene: Scene
     assert scene.agreed(told, "parent") == scene.agreed(told, "child") == []
 
 
-def test_a_truncate_that_restarts_identity_lets_the_same_keys_come_again(scene: Scene) -> None:
+def test_a_truncate_that_restarts_identity_lets_the_same_keys_arrive_again(scene: Scene) -> None:
     scene.run("create table t (id int generated always as identity primary key, s serial, name text)")
     scene.follow()
     scene.run(
@@ -156,7 +156,7 @@ def test_a_truncate_that_restarts_identity_lets_the_same_keys_come_again(scene: 
 # --- keys that move ----------------------------------------------------------------------------------------
 
 
-def test_a_key_update_is_a_delete_and_an_insert_that_says_where_it_came_from(items: Scene) -> None:
+def test_a_key_update_is_a_delete_and_an_insert_that_names_the_old_key(items: Scene) -> None:
     items.run("insert into t values (1, 'a')", "update t set id = 2, name = 'b'")
     told = items.told()
     assert [change.short for change in told[1:]] == [("delete", "t", 1, None, None), ("insert", "t", 2, "b", 0)]
@@ -164,7 +164,7 @@ def test_a_key_update_is_a_delete_and_an_insert_that_says_where_it_came_from(ite
     assert items.agreed(told, "t") == [{"id": 2, "name": "b", "n": 0}]
 
 
-def test_a_key_that_moves_twice_in_one_transaction_keeps_a_value_that_was_not_sent(items: Scene) -> None:
+def test_a_key_that_moves_twice_in_one_transaction_keeps_an_unsent_value(items: Scene) -> None:
     items.run(f"insert into t values (1, {BIG})")
     items.together("update t set id = 2", "update t set id = 3", "update t set n = 5")
     told = items.told()
@@ -203,7 +203,7 @@ def test_one_part_of_a_key_of_two_columns_moves(scene: Scene) -> None:
 # --- transactions ------------------------------------------------------------------------------------------
 
 
-def test_a_prepared_transaction_arrives_when_it_is_committed_and_in_the_order_of_commits(items: Scene) -> None:
+def test_a_prepared_transaction_arrives_when_it_is_committed_in_the_order_of_commits(items: Scene) -> None:
     items.run("begin", "insert into t values (1)", f"prepare transaction '{items.name}'")
     items.run("insert into t values (2)")
     assert items.short() == [("insert", "t", 2, None, 0)]
@@ -265,7 +265,7 @@ def test_a_transaction_that_fails_or_is_rolled_back_leaves_nothing(items: Scene)
     assert items.short() == [("insert", "t", 3, None, 0)]
 
 
-def test_what_was_replicated_from_elsewhere_arrives_like_anything_else(items: Scene) -> None:
+def test_a_replicated_change_arrives_like_any_other(items: Scene) -> None:
     items.run(f"select pg_replication_origin_create('{items.name}')")
     items.run(f"select pg_replication_origin_session_setup('{items.name}')")
     items.run(

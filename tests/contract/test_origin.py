@@ -1,4 +1,4 @@
-"""Changes that were themselves replicated to the server: they are like any other, or left out by choice."""
+"""Changes that were themselves replicated to the server: captured like any other, or left out by choice."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def written(postgres: PostgresBench) -> Iterator[PostgresBench]:
     postgres.execute(f"select pg_replication_origin_drop('{name}')")
 
 
-def here_alone(bench: PostgresBench) -> Streams:
+def only_local(bench: PostgresBench) -> Streams:
     return Streams(PostgresCapture(replace(bench.capture.settings, origins=False)))
 
 
-def test_what_came_from_elsewhere_is_captured(written: PostgresBench, postgres_streams: Streams) -> None:
+def test_replicated_changes_are_captured(written: PostgresBench, postgres_streams: Streams) -> None:
     assert keys(*take(postgres_streams.open(written.begin), written.begin, 3)) == [1, 2, 3]
 
 
-def test_what_came_from_elsewhere_can_be_left_out(written: PostgresBench) -> None:
+def test_replicated_changes_can_be_left_out(written: PostgresBench) -> None:
     if written.connection.info.server_version < 160000:
         pytest.skip("needs PostgreSQL 16: older servers cannot leave it out")
-    streams = here_alone(written)
+    streams = only_local(written)
     try:
         assert keys(*take(streams.open(written.begin), written.begin, 2)) == [1, 3]
     finally:
         streams.close_all()
 
 
-def test_an_older_server_that_cannot_is_refused_with_what_to_do(written: PostgresBench) -> None:
+def test_a_server_too_old_to_leave_them_out_is_refused_with_a_hint(written: PostgresBench) -> None:
     if written.connection.info.server_version >= 160000:
         pytest.skip("newer servers can")
     with pytest.raises(SourceNotReady, match="cannot leave out") as refused:

@@ -1,7 +1,7 @@
-"""Partitioned tables of every form, and every engine: what every reader finds in them, however changes come.
+"""Partitioned tables of every spec, with every engine: what every reader finds in them after any changes.
 
-`make engines` runs this with Spark's connectors, and with Delta's once more with tables that have its features: these
-are read by fewer, and the files of one with column mapping lie anywhere, as those of an Iceberg table do.
+`make engines` runs this with Spark's connectors, and again with Delta tables that have the connector's features. Fewer
+readers support those, and the files of a table with column mapping are in any folder, as those of an Iceberg table are.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ KINDS: dict[str, tuple[pa.DataType, list[Any]]] = {
 
 
 def by_duckdb(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """By the names of the folders: the extension that reads Delta's log cannot be had everywhere."""
+    """Read by folder names: the extension that reads Delta's log is not available everywhere."""
     files = [str(folder / name) for name in file_names(DeltaTable(str(folder)))]
     with duckdb.connect() as connection:
         query = f"SELECT id, p, v FROM read_parquet(?, hive_partitioning = true, hive_types = {{'p': {kind}}})"
@@ -142,14 +142,14 @@ def test_every_reader_finds_the_values_that_were_written(made: Any, kind: str, k
         [{"id": i, "p": p, "v": "y"} for i, p in enumerate(others)]
         + [{"id": 100 + i, "p": p, "v": "z"} for i, p in enumerate(values)]
     )
-    assert_read(table, kind, wanted)
+    assert_readable(table, kind, wanted)
     again(table, [{"id": 0, "p": others[0], "v": "y"}, {"id": 1, "p": others[1], "v": "other"}], "again", 2000)
     assert table.content() == ordered([{"id": 0, "p": others[0], "v": "y"}, {"id": 1, "p": others[1], "v": "other"}])
     table.apply(tx(2, truncate(), *(insert({"id": i, "p": p}, v="w") for i, p in enumerate(values))))
-    assert_read(table, kind, ordered({"id": i, "p": p, "v": "w"} for i, p in enumerate(values)))
+    assert_readable(table, kind, ordered({"id": i, "p": p, "v": "w"} for i, p in enumerate(values)))
 
 
-def assert_read(table: Formed, kind: str, wanted: list[Any]) -> None:
+def assert_readable(table: Formed, kind: str, wanted: list[Any]) -> None:
     assert table.content() == wanted
     if engines.IS_SPARK:
         assert ordered(engines.spark_rows(table.folder).to_pylist()) == wanted
@@ -173,7 +173,7 @@ def test_a_value_that_cannot_be_read_back_is_refused_and_nothing_is_written(
     schema = table_schema({"id": pa.int64(), "p": kind})
     form = TableSpec(partition_by=("p",))
     table = made(form, [{"id": 1, "p": None}], schema)
-    with pytest.raises(ValueUnfit, match="cannot be that of a partition") as refused:
+    with pytest.raises(ValueUnfit, match="cannot be a partition value") as refused:
         table.apply(tx(1, update(1, p=value)))
     assert refused.value.fields["column"] == "p"
     assert str(value) not in str(refused.value) or value == ""
@@ -184,7 +184,7 @@ def test_a_value_that_cannot_be_read_back_is_refused_and_nothing_is_written(
     assert not [path for path in other.rglob("*") if path.is_file()]
 
 
-def test_a_delete_of_what_a_table_cannot_hold_does_nothing(made: Any) -> None:
+def test_a_delete_of_a_value_that_the_table_cannot_hold_does_nothing(made: Any) -> None:
     schema = table_schema({"id": pa.int64(), "p": pa.string()}, key=("id", "p"))
     table = made(TableSpec(partition_by=("p",)), [{"id": 1, "p": "a"}], schema)
     table.apply(tx(1, delete({"id": 1, "p": ""}), delete({"id": 1, "p": "nowhere"})))
@@ -202,7 +202,7 @@ STEPS = steps_with(NAMES)
 )
 @settings(max_examples=examples(8), deadline=None)
 @given(steps=STEPS, cuts=st.sets(st.integers(1, 24), max_size=3))
-def test_any_cutting_of_the_changes_comes_to_the_same_table(form: TableSpec, steps: list[Any], cuts: set[int]) -> None:
+def test_any_grouping_of_the_changes_gives_the_same_table(form: TableSpec, steps: list[Any], cuts: set[int]) -> None:
     begun, transactions = story(steps)
     batch = stored(COMPOSITE, transactions)
     account = Account.of(COMPOSITE, begun, batch)
@@ -229,7 +229,7 @@ def test_any_cutting_of_the_changes_comes_to_the_same_table(form: TableSpec, ste
     ), min_size=1, max_size=12),
     cut=st.integers(0, 12),
 )  # fmt: skip
-def test_a_table_without_a_key_holds_each_row_as_often_as_the_source(steps: list[Any], cut: int) -> None:
+def test_a_keyless_table_holds_each_row_as_often_as_the_source(steps: list[Any], cut: int) -> None:
     form, model, told = TableSpec(partition_by=("b",)), KeylessModel(), list[Any]()
     for kind, image, other in steps:
         told += model.step(kind, image, other)
@@ -244,8 +244,8 @@ def test_a_table_without_a_key_holds_each_row_as_often_as_the_source(steps: list
         assert table.content() == ordered(wanted)
 
 
-def files_but(table: Formed, name: str, text: str) -> list[Path]:
-    """The files of all partitions but those with this value."""
+def files_of_other_values(table: Formed, name: str, text: str) -> list[Path]:
+    """Return the files of all partitions but those with this value."""
     if IS_ICEBERG:
         found = engines.partitions_of(table.folder)
         return [path for path, values in found.items() if str(values[name]).lower() != text]
@@ -258,28 +258,28 @@ def files_but(table: Formed, name: str, text: str) -> list[Path]:
 
 
 @contextmanager
-def away(files: list[Path]) -> Iterator[None]:
-    """Whoever reads one of these files now fails."""
+def hidden(files: list[Path]) -> Iterator[None]:
+    """Make every read of these files fail."""
     for file in files:
-        file.rename(f"{file}.away")
+        file.rename(f"{file}.hidden")
     yield
     for file in files:
-        Path(f"{file}.away").rename(file)
+        Path(f"{file}.hidden").rename(file)
 
 
 def test_only_files_of_partitions_that_the_key_names_are_read(made: Any) -> None:
     schema = table_schema({"id": pa.int64(), "p": pa.string(), "v": pa.string()}, key=("id", "p"))
     rows = [{"id": i, "p": p, "v": "x"} for p in ("a/b", "c", "d") for i in range(3)]
     table = made(TableSpec(partition_by=("p",)), rows, schema)
-    others = files_but(table, "p", "a/b")
+    others = files_of_other_values(table, "p", "a/b")
     assert len(others) == 2
-    with away(others):
+    with hidden(others):
         table.apply(tx(1, update({"id": 1, "p": "a/b"}, v="y")))
     wanted = [row | ({"v": "y"} if (row["id"], row["p"]) == (1, "a/b") else {}) for row in rows]
     assert table.content() == ordered(wanted)
 
 
-def test_a_key_may_be_all_that_a_table_is_partitioned_by(made: Any) -> None:
+def test_a_table_may_be_partitioned_by_its_whole_key(made: Any) -> None:
     schema = table_schema({"p": pa.string(), "v": pa.string()}, key=("p",))
     table = made(TableSpec(partition_by=("p",)), [{"p": p, "v": "x"} for p in ("a", "b", "c")], schema)
     table.apply(tx(1, update({"p": "a"}, v="y"), delete({"p": "b"}), insert({"p": "d"}, v="z")))
@@ -288,12 +288,12 @@ def test_a_key_may_be_all_that_a_table_is_partitioned_by(made: Any) -> None:
     assert table.tuples("p", "v") == [("a", "y"), ("c", "w")]
 
 
-def test_a_history_by_what_is_current_reads_no_past(made: Any) -> None:
+def test_a_history_partitioned_by_current_rows_reads_no_past(made: Any) -> None:
     table = made(replace(HISTORY, partition_by=("_current",)))
     table.apply(tx(2000, update(1, name="b", unchanged=BIG), update(2, name="b", unchanged=BIG)))
-    past = files_but(table, "_current", "true")
+    past = files_of_other_values(table, "_current", "true")
     assert past
-    with away(past):
+    with hidden(past):
         table.apply(tx(3000, delete(1)))
     assert table.tuples("id", "name", "_current") == [
         (1, "b", False),
@@ -304,11 +304,11 @@ def test_a_history_by_what_is_current_reads_no_past(made: Any) -> None:
     ]
 
 
-# --- loading, reading again, shape, upkeep -----------------------------------------------------------------
+# --- loading, refetching, schema, upkeep -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", EVERY, ids=str)
-def test_a_table_of_any_form_is_read_again_evolves_and_is_looked_after(made: Any, form: TableSpec) -> None:
+def test_a_table_of_any_spec_is_reopened_evolved_and_maintained(made: Any, form: TableSpec) -> None:
     table = made(form)
     for n in range(18):
         table.apply(tx(2000 + n, insert(10 + n, name=f"n {n % 2}", n=n % 2)))
@@ -343,7 +343,7 @@ def test_a_table_of_any_form_is_read_again_evolves_and_is_looked_after(made: Any
     assert form is APPEND or (91, "gone", "large 1", None) in found
 
 
-def test_a_partition_column_that_is_dropped_or_renamed_stops_the_table_as_it_is(made: Any) -> None:
+def test_a_dropped_or_renamed_partition_column_stops_the_table_unchanged(made: Any) -> None:
     table = made(MIRROR)
     gone = Recast(schema=replace(SHOP, columns=(SHOP.columns[0], *SHOP.columns[2:])), dropped=("name",))
     other = replace(SHOP.columns[1], name="title")
@@ -351,25 +351,25 @@ def test_a_partition_column_that_is_dropped_or_renamed_stops_the_table_as_it_is(
         schema=replace(SHOP, columns=(SHOP.columns[0], other, *SHOP.columns[2:])), renamed=(("name", "title"),)
     )
     for recast in (gone, renamed):
-        with pytest.raises(TableUnusable, match="no such column to be partitioned by") as refused:
+        with pytest.raises(TableUnusable, match="partition column does not exist") as refused:
             table.table.evolve(recast, table.cursor(table.seq))
-        assert "`columns: {its name now: name}`" in refused.value.hint
+        assert "`columns: {its new name: name}`" in refused.value.hint
         assert "partition_by" in refused.value.hint
     assert table.content() == ordered(ROWS)
 
 
-def test_a_value_at_rest_that_would_become_a_partitions_is_refused_with_the_way_out(made: Any) -> None:
+def test_an_existing_value_that_no_partition_can_hold_is_refused_with_a_hint(made: Any) -> None:
     rows: list[dict[str, Any]] = [*ROWS, {"id": 9, "name": "n", "big": "", "n": 9}]
     table = made(MIRROR, rows)
     id_, name, _, n = SHOP.columns
     recast = Recast(schema=replace(SHOP, columns=(id_, n, name)), renamed=(("big", "name"),))
-    with pytest.raises(ValueUnfit, match="cannot be that of a partition") as refused:
+    with pytest.raises(ValueUnfit, match="cannot be a partition value") as refused:
         table.table.evolve(recast, table.cursor(table.seq))
-    assert "mend it, then `tailrace snapshot FILE TABLE`" in refused.value.hint
+    assert "run `tailrace snapshot FILE TABLE`" in refused.value.hint
     assert table.content() == ordered(rows)
 
 
-def test_a_truncate_and_rows_of_other_partitions_after_it(made: Any) -> None:
+def test_a_truncate_is_followed_by_rows_of_other_partitions(made: Any) -> None:
     table = made(MIRROR)
     table.apply(tx(1, truncate(), insert(9, name="new/one")), tx(2, insert(10, name="n 1")))
     assert table.tuples("id", "name") == [(10, "n 1"), (9, "new/one")]
@@ -377,7 +377,7 @@ def test_a_truncate_and_rows_of_other_partitions_after_it(made: Any) -> None:
 
 
 @not_spark  # which puts such rows in by tasks
-def test_single_rows_are_looked_for_and_put_right(made: Any) -> None:
+def test_single_rows_are_looked_up_and_corrected(made: Any) -> None:
     table = made(TableSpec(partition_by=("name",), renamed_columns=(("n", "number"),)))
     keys = pa.table({"id": pa.array([2, 7], pa.int64())})
     assert table.table.keys_exist(SHOP, keys).tolist() == [True, False]
@@ -393,7 +393,7 @@ def test_single_rows_are_looked_for_and_put_right(made: Any) -> None:
 @pytest.mark.parametrize(
     ("was", "now"), [(PLAIN_MIRROR, MIRROR), (MIRROR, PLAIN_MIRROR), (MIRROR, TableSpec(partition_by=("n",)))]
 )
-def test_a_table_that_is_partitioned_otherwise_is_refused_until_it_is_loaded_anew(
+def test_a_table_with_another_partitioning_is_refused_until_it_is_reloaded(
     tmp_path: Path, was: TableSpec, now: TableSpec
 ) -> None:
     path = tmp_path / "t"
@@ -416,11 +416,13 @@ def test_a_table_that_is_partitioned_otherwise_is_refused_until_it_is_loaded_ane
 
 
 @pytest.mark.skipif(FEATURES.any, reason="delta-rs removes no files of a table with features of Spark")
-def test_files_that_nobody_needs_are_removed_wherever_they_lie(made: Any) -> None:
+def test_unneeded_files_are_removed_from_every_folder(made: Any) -> None:
     table = made(MIRROR)
     gone = files_of(table)
     table.apply(tx(1, truncate(), insert(9, name="n 1")))
-    table.apply(tx(2, insert(10, name="n 2")))  # from an Iceberg table a file goes with the snapshot that took it out
+    table.apply(
+        tx(2, insert(10, name="n 2"))
+    )  # from an Iceberg table a file is removed with the snapshot that dropped it
     here = table.cursor(table.seq)
     assert table.table.compact(UpkeepPlan(file_bytes=None, remove_after_seconds=3600), here).files_removed == 0
     assert len(gone) == 2
@@ -431,7 +433,7 @@ def test_files_that_nobody_needs_are_removed_wherever_they_lie(made: Any) -> Non
 
 
 def remove_now(table: Formed) -> None:
-    """What upkeep does, for files that nobody needs since a moment ago."""
+    """Run upkeep for files that became unneeded a moment ago."""
     if IS_ICEBERG:
         table.table.compact(UpkeepPlan(file_bytes=None, remove_after_seconds=0), table.cursor(table.seq))
         return
@@ -451,12 +453,12 @@ ODD = table_schema({
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("nowhere", "no such column"), ("ID", "no such column"), ("_op", "no such column"), ("list", "of this type"),
+        ("nowhere", "does not exist"), ("ID", "does not exist"), ("_op", "does not exist"), ("list", "of this type"),
         ("bytes", "of this type"), ("half", "of this type"), ("price", "of this type"), ("at", "of this type"),
-        ("a/b", "of this name"), ("x=y", "of this name"), (".z", "of this name"),
+        ("a/b", "in folder names"), ("x=y", "in folder names"), (".z", "in folder names"),
     ],
 )  # fmt: skip
-def test_a_column_that_no_table_can_be_partitioned_by_is_refused_before_anything_is_made(
+def test_a_column_that_cannot_be_a_partition_is_refused_before_anything_is_created(
     made: Any, tmp_path: Path, name: str, said: str
 ) -> None:
     with pytest.raises(TableUnusable, match=said) as refused:
@@ -466,19 +468,19 @@ def test_a_column_that_no_table_can_be_partitioned_by_is_refused_before_anything
     assert not (tmp_path / "t").exists()
 
 
-def test_a_table_needs_a_column_besides_those_of_its_partitions(made: Any) -> None:
-    with pytest.raises(TableUnusable, match="must have a column"):
+def test_a_table_needs_a_column_besides_its_partition_columns(made: Any) -> None:
+    with pytest.raises(TableUnusable, match="needs a column"):
         made(TableSpec(partition_by=("a", "b")), [], KEYLESS)
 
 
-def test_a_column_is_not_a_partition_by_both_of_its_names(made: Any, tmp_path: Path) -> None:
+def test_a_column_cannot_be_a_partition_under_both_of_its_names(made: Any, tmp_path: Path) -> None:
     with pytest.raises(TableUnusable, match="by one column twice") as refused:
         made(TableSpec(renamed_columns=(("name", "title"),), partition_by=("title", "title")), [])
     assert refused.value.fields["column"] == "title"
     assert not (tmp_path / "t").exists()
 
 
-def test_an_odd_name_is_given_another(made: Any) -> None:
+def test_an_odd_name_is_replaced(made: Any) -> None:
     form = TableSpec(renamed_columns=(("a/b", "ab"),), partition_by=("ab",))
     table = made(form, [], replace(ODD, identity=Identity.KEY))
     table.apply(tx(1, insert({"id": 1, "a/b": "x"})))

@@ -1,5 +1,8 @@
-"""Rows asked for by their keys, and a scan that goes on behind one: the server must read the very value, whatever its
-type, and in the order of the columns that it was told in. And a scan that came to nothing leaves nothing open."""
+"""Rows fetched by their keys, and scans that resume after one.
+
+The server must read exactly the key's value, whatever its type, in the requested order of columns. A scan that fails
+leaves nothing open.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from tailrace.tables.fold.row_ids import image_numbers
 
 
 class Shop:
-    """A schema of its own, and the capture of all that is in it."""
+    """A schema of its own, and a capture of all its tables."""
 
     def __init__(self, server: EmbeddedPostgres) -> None:
         self.name = f"keys_{uuid.uuid4().hex[:12]}"
@@ -59,7 +62,7 @@ def shop(server: EmbeddedPostgres) -> Iterator[Shop]:
 
 
 def read(scan: Scan, column: str, rows: int | None = None) -> tuple[list[Any], dict[str, Any]]:
-    """Values of the rows that come, at least so many of them if that is said; and the record after those."""
+    """Return values of the next rows, at least `rows` of them if given, and the record after those."""
     found: list[Any] = []
     record: Any = scan.record()
     while not scan.done and (rows is None or len(found) < rows):
@@ -72,8 +75,8 @@ def read(scan: Scan, column: str, rows: int | None = None) -> tuple[list[Any], d
     return found, json.loads(json.dumps(record))
 
 
-def again(shop: Shop, name: str) -> pa.Table:
-    """All rows of a table, read and then asked for by their keys, in the order of the key's first column."""
+def refetched(shop: Shop, name: str) -> pa.Table:
+    """Return all rows of a table, read and then fetched by their keys, in the order of the key's first column."""
     with shop.capture.snapshot() as exact, exact.reader() as reader:
         schema = reader.describe(shop.table(name))
         whole = pa.Table.from_batches(reader.rows(schema))
@@ -87,7 +90,7 @@ def again(shop: Shop, name: str) -> pa.Table:
     return found
 
 
-def test_a_scan_goes_on_in_a_partition_that_has_grown_since(shop: Shop) -> None:
+def test_a_scan_resumes_in_a_partition_that_has_grown(shop: Shop) -> None:
     shop.run("create table {s}.sales (a int, b int, pad text, primary key (b, a)) partition by range (a)")
     shop.run("create table {s}.sales_old partition of {s}.sales for values from (0) to (100000)")
     shop.run("create table {s}.sales_new partition of {s}.sales for values from (100000) to (200000)")
@@ -105,7 +108,7 @@ def test_a_scan_goes_on_in_a_partition_that_has_grown_since(shop: Shop) -> None:
     assert {*before, *after} >= {*range(1_000), *range(100_000, 100_120)}  # the stream brings the others
 
 
-def test_a_scan_goes_on_behind_a_key_that_is_a_list(shop: Shop) -> None:
+def test_a_scan_resumes_after_a_key_that_is_a_list(shop: Shop) -> None:
     shop.run("create table {s}.tags (words text[] primary key, pad text)")
     shop.run(
         "insert into {s}.tags select array[n::text, 'a \"b\" \\ {c},d', '', 'NULL', null], repeat('x', 100) "
@@ -119,7 +122,7 @@ def test_a_scan_goes_on_behind_a_key_that_is_a_list(shop: Shop) -> None:
     assert sorted(int(words[0]) for words in found + rest) == list(range(1, 1_001))
 
 
-def test_rows_are_read_again_by_keys_that_no_calendar_of_pythons_has(shop: Shop) -> None:
+def test_rows_are_refetched_by_keys_outside_of_pythons_calendar(shop: Shop) -> None:
     shop.run("create table {s}.stays (id int, until timestamptz, day date, primary key (id, until, day))")
     shop.run("""
       insert into {s}.stays values (1, 'infinity', 'infinity'), (2, '-infinity', '-infinity'),
@@ -127,7 +130,7 @@ def test_rows_are_read_again_by_keys_that_no_calendar_of_pythons_has(shop: Shop)
       (5, '9999-12-31 23:59:59.999999+00', '9999-12-31'), (6, '2020-01-01 00:00+00', '2020-01-01')
     """)
     shop.capture.prepare(None)
-    found = again(shop, "stays")
+    found = refetched(shop, "stays")
     assert found.filter(pc.equal(found["id"], 6))["until"][0].as_py() == datetime(2020, 1, 1, tzinfo=UTC)
 
 
@@ -136,7 +139,7 @@ def test_a_scan_that_cannot_begin_leaves_no_snapshot_open(shop: Shop, monkeypatc
     shop.capture.prepare(None)
 
     def fail(*_: object, **__: object) -> NoReturn:
-        raise SourceUnreachable("gone for a moment", hint="It is tried again.")
+        raise SourceUnreachable("gone for a moment", hint="It is retried.")
 
     monkeypatch.setattr(shop.capture, "describe", fail)
     with pytest.raises(SourceUnreachable) as kept:  # and with it whatever its frames hold
@@ -148,7 +151,7 @@ def test_a_scan_that_cannot_begin_leaves_no_snapshot_open(shop: Shop, monkeypatc
     assert shop.connection.execute(left).fetchone() == (0,), kept
 
 
-def test_rows_of_any_type_of_key_are_read_again(shop: Shop) -> None:
+def test_rows_with_any_type_of_key_are_refetched(shop: Shop) -> None:
     shop.run("create type {s}.mood as enum ('so so', 'fi''ne')")
     shop.run("create domain {s}.code as varchar(9)")
     shop.run("""
@@ -166,18 +169,18 @@ def test_rows_of_any_type_of_key_are_read_again(shop: Shop) -> None:
          '0', '::1', B'000', '', '{}', '{}', '-infinity', '00:00', '0', 'empty', 0, null)
     """)
     shop.capture.prepare(None)
-    found = again(shop, "mixed")
+    found = refetched(shop, "mixed")
     assert found.column("i").to_pylist() == [1, 2]
 
 
-def test_any_number_of_rows_is_read_again(shop: Shop) -> None:
+def test_any_number_of_rows_is_refetched(shop: Shop) -> None:
     shop.run("create table {s}.many (a int, b text, primary key (a, b))")
     shop.run("insert into {s}.many select n, 'k' || n from generate_series(1, 30000) n")
     shop.capture.prepare(None)
-    assert again(shop, "many").num_rows == 30_000
+    assert refetched(shop, "many").num_rows == 30_000
 
 
-def test_a_read_that_is_given_up_keeps_nothing_of_a_row_that_it_did_not_take(shop: Shop) -> None:
+def test_an_abandoned_read_keeps_nothing_of_an_unread_row(shop: Shop) -> None:
     shop.run("create table {s}.wide (id int primary key, pad text)")
     shop.run("alter table {s}.wide alter pad set storage external")
     shop.run("insert into {s}.wide values (1, ''), (2, repeat('x', 32 << 20))")

@@ -1,4 +1,4 @@
-"""What the log says of DDL: every version of a shape before its first row, with what became of the table."""
+"""DDL in the log: every version of a schema before its first row, with the changes of the table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Diary:
             self.postgres.execute(_ITEMS.sub(f"{self.postgres.schema}.items", statement))
 
     def catch_up(self, rows: int) -> None:
-        """Take so many rows more, on a stream of its own: what is known then is what the log has."""
+        """Read that many more rows, on a stream of its own that knows only what the log has."""
         capture = PostgresCapture(self.postgres.capture.settings)
         capture.remember_schemas(self.log.latest_schemas())
         self.streams = Streams(capture)
@@ -82,7 +82,7 @@ Changed = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def changed(diary: Diary) -> Changed:
-    """Run statements that write one row, take it, and give the changes of the table's newest version."""
+    """Run statements that write one row, read it, and return the changes of the table's newest version."""
 
     def run(*statements: str, rows: int = 1) -> list[dict[str, Any]]:
         diary.run(*statements)
@@ -93,14 +93,14 @@ def changed(diary: Diary) -> Changed:
     return run
 
 
-def test_the_first_version_has_everything_the_catalogue_says(diary: Diary) -> None:
+def test_the_first_version_has_all_catalogue_facts(diary: Diary) -> None:
     (record,) = diary.records()
     (column,) = record["columns"]
     assert (column["number"], column["nullable"], column["default"]) == (1, False, None)
     assert (record["changes"], record["at"]) == ([], 1)
 
 
-def test_an_added_column_leaves_null_in_the_rows_at_rest(diary: Diary, changed: Changed) -> None:
+def test_an_added_column_is_null_in_existing_rows(diary: Diary, changed: Changed) -> None:
     found = changed("alter table items add a int", "insert into items values (2, 3)")
     assert found == [{"kind": "add", "column": "a", "was": None, "now": "integer", "at_rest": "null"}]
     record = diary.records()[-1]
@@ -119,18 +119,18 @@ def test_an_added_column_leaves_null_in_the_rows_at_rest(diary: Diary, changed: 
         ("text default ''", ""),
     ],
 )
-def test_a_constant_default_is_told_with_its_value(changed: Changed, definition: str, value: str) -> None:
+def test_a_constant_default_is_recorded_with_its_value(changed: Changed, definition: str, value: str) -> None:
     (found,) = changed(f"alter table items add a {definition}", "insert into items values (2)")
     assert (found["kind"], found["at_rest"], found["value"]) == ("add", "constant", value)
 
 
-def test_a_default_that_differs_from_row_to_row_is_a_rewrite(diary: Diary, changed: Changed) -> None:
+def test_a_default_that_differs_between_rows_is_a_rewrite(diary: Diary, changed: Changed) -> None:
     (found,) = changed("alter table items add a float8 default random()", "insert into items values (2)")
     assert (found["kind"], found["at_rest"]) == ("add", "written")
     assert diary.records()[-1]["rewritten"] is True
 
 
-def test_a_dropped_column_is_told(diary: Diary, changed: Changed) -> None:
+def test_a_dropped_column_is_recorded(diary: Diary, changed: Changed) -> None:
     changed("alter table items add a int", "insert into items values (2)")
     assert changed("alter table items drop a", "insert into items values (3)") == [
         {"kind": "drop", "column": "a", "was": "integer", "now": None}
@@ -152,26 +152,26 @@ def test_a_rename_is_proven_by_the_columns_number(diary: Diary, changed: Changed
     assert [(change["kind"], change["column"]) for change in swapped] == [("rename", "a"), ("add", "b")]
 
 
-def test_a_column_that_is_dropped_and_added_under_its_name_is_another(diary: Diary, changed: Changed) -> None:
+def test_a_column_that_is_dropped_and_added_under_its_name_is_a_new_one(diary: Diary, changed: Changed) -> None:
     changed("alter table items add a int", "insert into items values (2, 7)")
     found = changed("alter table items drop a", "alter table items add a int default 9", "insert into items values (3)")
     assert [(change["kind"], change["column"]) for change in found] == [("drop", "a"), ("add", "a")]
-    # Rows that come now may still be of the column before, so nobody knows what the others have.
+    # Rows that arrive now may still have the former column, so the values of the others are unknown.
     assert found[1]["at_rest"] == diary.records()[-1]["rewritten"] == "unknown"
     assert [record["version"] for record in diary.records()] == [1, 2, 3]
 
 
-def test_a_new_type_is_told_with_whether_the_rows_were_written_anew(diary: Diary, changed: Changed) -> None:
+def test_a_new_type_is_recorded_with_whether_the_rows_were_rewritten(diary: Diary, changed: Changed) -> None:
     changed("alter table items add a varchar(5)", "insert into items values (2)")
     found = changed("alter table items alter a type varchar(9)", "insert into items values (3)")
     assert found == [{"kind": "retype", "column": "a", "was": "character varying(5)", "now": "character varying(9)"}]
     assert diary.records()[-1]["rewritten"] is False
-    (anew,) = changed("alter table items alter a type int using 1", "insert into items values (4)")
-    assert (anew["kind"], anew["now"]) == ("retype", "integer")
+    (retype,) = changed("alter table items alter a type int using 1", "insert into items values (4)")
+    assert (retype["kind"], retype["now"]) == ("retype", "integer")
     assert diary.records()[-1]["rewritten"] is True
 
 
-def test_values_computed_anew_under_the_same_type_make_a_version(diary: Diary, changed: Changed) -> None:
+def test_recomputed_values_of_the_same_type_make_a_version(diary: Diary, changed: Changed) -> None:
     changed("alter table items add a int", "insert into items values (2, 3)")
     found = changed("alter table items alter a type int using a + 1", "insert into items values (3, 1)")
     assert found == []
@@ -180,7 +180,7 @@ def test_values_computed_anew_under_the_same_type_make_a_version(diary: Diary, c
 
 
 @pytest.mark.parametrize("statement", ["vacuum full {}.items", "cluster {}.items using items_pkey", "analyze {}.items"])
-def test_upkeep_makes_no_version(diary: Diary, statement: str) -> None:
+def test_maintenance_makes_no_version(diary: Diary, statement: str) -> None:
     diary.postgres.execute(statement.format(diary.postgres.schema))
     diary.run("insert into items values (2)")
     diary.catch_up(1)
@@ -188,7 +188,7 @@ def test_upkeep_makes_no_version(diary: Diary, statement: str) -> None:
 
 
 @pytest.mark.parametrize("statement", ["truncate {}.items", "vacuum full {}.items"])
-def test_new_storage_of_yesterday_is_not_blamed_on_an_alter_of_today(diary: Diary, statement: str) -> None:
+def test_an_earlier_rewrite_is_not_attributed_to_a_later_alter(diary: Diary, statement: str) -> None:
     diary.postgres.execute(statement.format(diary.postgres.schema))
     diary.run("insert into items values (2)")
     diary.catch_up(2 if "truncate" in statement else 1)
@@ -199,7 +199,7 @@ def test_new_storage_of_yesterday_is_not_blamed_on_an_alter_of_today(diary: Diar
     assert (change["at_rest"], diary.records()[-1]["rewritten"]) == ("null", False)
 
 
-def test_a_key_that_became_wider_later_is_not_that_of_rows_before(diary: Diary) -> None:
+def test_a_key_that_became_wider_later_does_not_apply_to_earlier_rows(diary: Diary) -> None:
     diary.run("alter table items add a int not null default 1", "insert into items values (2), (3)")
     diary.catch_up(2)
     diary.run(
@@ -215,7 +215,7 @@ def test_a_key_that_became_wider_later_is_not_that_of_rows_before(diary: Diary) 
     assert [(row["_op"], row["id"]) for row in rows] == [("delete", 2), ("delete", 3), ("insert", 33), ("insert", 4)]
 
 
-def test_a_key_that_was_dropped_later_is_still_that_of_rows_before(diary: Diary) -> None:
+def test_a_key_that_was_dropped_later_still_applies_to_earlier_rows(diary: Diary) -> None:
     diary.run("insert into items values (2)", "delete from items where id = 1")
     diary.run("alter table items drop constraint items_pkey")
     diary.catch_up(2)
@@ -230,9 +230,7 @@ def test_the_last_rows_of_a_table_that_was_altered_and_dropped_keep_their_key(di
     assert [(record["key"], record["identity"]) for record in diary.records()][-1] == (["id"], "full")
 
 
-def test_a_column_that_is_only_published_now_is_not_said_to_be_null_in_older_rows(
-    postgres: PostgresBench, tmp_path: Path
-) -> None:
+def test_a_newly_published_column_is_unknown_in_older_rows(postgres: PostgresBench, tmp_path: Path) -> None:
     schema = postgres.schema
     postgres.execute(f"alter table {schema}.items add a int default 7")
     postgres.execute(f"alter publication {schema} set table {schema}.items (id)")
@@ -247,7 +245,7 @@ def test_a_column_that_is_only_published_now_is_not_said_to_be_null_in_older_row
     diary.close()
 
 
-def test_another_key_is_told(changed: Changed) -> None:
+def test_a_changed_key_is_recorded(changed: Changed) -> None:
     found = changed(
         "alter table items add a int not null default 1",
         "alter table items drop constraint items_pkey",
@@ -257,12 +255,12 @@ def test_another_key_is_told(changed: Changed) -> None:
     assert {"kind": "key", "was": ["id"], "now": ["id", "a"]} in found
 
 
-def test_another_identity_is_told(changed: Changed) -> None:
+def test_a_changed_identity_is_recorded(changed: Changed) -> None:
     found = changed("alter table items replica identity full", "insert into items values (2)")
     assert found == [{"kind": "identity", "was": "key", "now": "full"}]
 
 
-def test_nullability_and_defaults_are_told_with_the_next_version(changed: Changed) -> None:
+def test_nullability_and_defaults_are_recorded_with_the_next_version(changed: Changed) -> None:
     changed("alter table items add a int", "insert into items values (2, 1)")
     found = changed(
         "update items set a = 1",
@@ -290,7 +288,7 @@ def test_a_renamed_table_keeps_its_number(diary: Diary) -> None:
     ]
 
 
-def test_two_versions_in_one_transaction_stand_each_before_its_rows(diary: Diary) -> None:
+def test_each_of_two_versions_in_one_transaction_precedes_its_rows(diary: Diary) -> None:
     with diary.postgres.connection.transaction():
         diary.run("insert into items values (2)", "alter table items add a int", "insert into items values (3, 4)")
     diary.catch_up(2)
@@ -299,7 +297,7 @@ def test_two_versions_in_one_transaction_stand_each_before_its_rows(diary: Diary
     assert [(row["id"], row.get("a")) for row in rows] == [(1, None), (2, None), (3, 4)]
 
 
-def test_what_the_catalogue_does_not_show_any_more_is_unknown(diary: Diary) -> None:
+def test_facts_that_the_catalogue_no_longer_shows_are_unknown(diary: Diary) -> None:
     diary.run(
         "alter table items add a int default 5",
         "insert into items values (2)",
@@ -312,12 +310,12 @@ def test_what_the_catalogue_does_not_show_any_more_is_unknown(diary: Diary) -> N
     assert second["facts"] == second["rewritten"] == "unknown"
     (change,) = second["changes"]
     assert (change["kind"], change["at_rest"]) == ("add", "unknown")
-    assert third["rewritten"] == "unknown", "nobody knows what was between"
+    assert third["rewritten"] == "unknown", "what was between is unknown"
     assert third["facts"] != "unknown"
     assert first["version"] == 1
 
 
-def test_a_rename_that_cannot_be_proven_is_a_drop_and_an_add(diary: Diary) -> None:
+def test_an_unproven_rename_is_a_drop_and_an_add(diary: Diary) -> None:
     diary.run("alter table items add a int", "insert into items values (2, 1)")
     diary.run("alter table items rename a to b", "insert into items values (3, 1)")
     diary.run("alter table items rename b to c", "insert into items values (4, 1)")
@@ -326,7 +324,7 @@ def test_a_rename_that_cannot_be_proven_is_a_drop_and_an_add(diary: Diary) -> No
     assert kinds == [[], ["add"], ["drop", "add"], ["drop", "add"]]
 
 
-def test_rows_of_a_table_that_was_dropped_keep_its_key_and_types(postgres: PostgresBench, diary: Diary) -> None:
+def test_rows_of_a_dropped_table_keep_its_key_and_types(postgres: PostgresBench, diary: Diary) -> None:
     schema = postgres.schema
     postgres.execute(f"create domain {schema}.amount as numeric(10, 2)")
     diary.run(f"alter table items add a {schema}.amount", "alter table items replica identity full")
@@ -340,7 +338,7 @@ def test_rows_of_a_table_that_was_dropped_keep_its_key_and_types(postgres: Postg
     assert diary.rows_of(f"{schema}.items")[-1]["a"] == Decimal("2.50")
 
 
-def test_a_partition_that_is_attached_detached_or_truncated_is_told(postgres: PostgresBench, tmp_path: Path) -> None:
+def test_an_attached_detached_or_truncated_partition_is_recorded(postgres: PostgresBench, tmp_path: Path) -> None:
     schema = postgres.schema
     postgres.execute(
         f"drop table {schema}.items; create table {schema}.items (id int8 primary key) partition by range (id);"
@@ -373,7 +371,7 @@ def test_a_partition_that_is_attached_detached_or_truncated_is_told(postgres: Po
         diary.run("insert into items values (12)")
         diary.catch_up(1)
         assert diary.records()[-1]["changes"] == [{"kind": "detach", "was": f"{schema}.p1", "now": None}]
-        postgres.execute(f"truncate {schema}.p3")  # which the server does not tell
+        postgres.execute(f"truncate {schema}.p3")  # which the server does not report
         diary.run("insert into items values (13)")
         diary.catch_up(1)
         assert diary.records()[-1]["changes"] == [{"kind": "replace", "was": None, "now": f"{schema}.p3"}]
@@ -381,7 +379,7 @@ def test_a_partition_that_is_attached_detached_or_truncated_is_told(postgres: Po
         diary.close()
 
 
-def test_a_constant_default_of_a_partitioned_table_is_told(postgres: PostgresBench, tmp_path: Path) -> None:
+def test_a_constant_default_of_a_partitioned_table_is_recorded(postgres: PostgresBench, tmp_path: Path) -> None:
     schema = postgres.schema
     postgres.execute(
         f"drop table {schema}.items; create table {schema}.items (id int8 primary key) partition by range (id);"
@@ -401,7 +399,7 @@ def test_a_constant_default_of_a_partitioned_table_is_told(postgres: PostgresBen
 
 
 @pytest.mark.parametrize("kind", ["plain", "partitioned"])
-def test_an_alter_table_that_is_under_way_holds_nothing_up(
+def test_an_unfinished_alter_table_blocks_nothing(
     postgres: PostgresBench, server: EmbeddedPostgres, tmp_path: Path, kind: str
 ) -> None:
     schema = postgres.schema
@@ -426,7 +424,7 @@ def test_an_alter_table_that_is_under_way_holds_nothing_up(
     diary.close()
 
 
-def test_the_shape_of_a_load_has_the_facts_of_its_snapshot(postgres: PostgresBench, diary: Diary) -> None:
+def test_the_schema_of_a_load_has_the_facts_of_its_snapshot(postgres: PostgresBench, diary: Diary) -> None:
     with postgres.capture.snapshot() as snapshot, snapshot.reader() as reader:
         shape = reader.describe(diary.log.latest_schemas()[0].table)
     assert shape == diary.log.latest_schemas()[0]

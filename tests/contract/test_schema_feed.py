@@ -1,4 +1,4 @@
-"""Every source's shapes are in the history before their first row is delivered: one suite over every source."""
+"""Every source's schemas are in the history before their first row is delivered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.runtimes import LogLoop
 
 
 class Sink:
-    """Wants the shape of every row in what is durable of the history when the row comes."""
+    """Requires each row's schema in the durable history when the row arrives."""
 
     def __init__(self, begin: Lsn, folder: Path) -> None:
         self.position, self.rows = begin, 0
@@ -36,7 +36,7 @@ class Sink:
 
 
 class Fed:
-    """The loop over a source, a history in files beside it, until so many rows have come."""
+    """The loop over a source with a history in files, until that many rows have arrived."""
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         self._bench = bench
@@ -59,7 +59,7 @@ def fed(bench: Bench, tmp_path: Path) -> Iterator[Fed]:
     made.history.close()
 
 
-def test_a_shape_is_durable_before_its_first_row_is_delivered(bench: Bench, fed: Fed) -> None:
+def test_a_schema_is_durable_before_its_first_row_is_delivered(bench: Bench, fed: Fed) -> None:
     bench.write(("items", 1), ("others", 1))
     bench.write(("items", 2))
     fed.catch_up(3)
@@ -75,7 +75,7 @@ def test_a_shape_is_durable_before_its_first_row_is_delivered(bench: Bench, fed:
     assert found["items"][0].time is not None
 
 
-def test_a_database_tells_what_became_of_its_table(postgres: PostgresBench, tmp_path: Path) -> None:
+def test_the_history_has_the_schema_changes_of_a_database(postgres: PostgresBench, tmp_path: Path) -> None:
     table = TableId(postgres.schema, "items")
     fed = Fed(postgres, tmp_path / "schemas")
     with fed.history:
@@ -105,7 +105,7 @@ def test_a_database_tells_what_became_of_its_table(postgres: PostgresBench, tmp_
         (ExistingValue.CONSTANT, "x"),
         (ExistingValue.UNKNOWN, None),
     }
-    assert [version.ddl for version in kept] == [None] * 5, "PostgreSQL does not tell the statement"
+    assert [version.ddl for version in kept] == [None] * 5, "PostgreSQL does not report the statement"
     positions = [version.position for version in kept if isinstance(version.position, Lsn)]
     assert len(positions) == 5
     assert positions == sorted(positions)

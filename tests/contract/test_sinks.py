@@ -39,7 +39,7 @@ def files(**given: Any) -> Callable[[Path], Open]:
 
 
 class ToFile(StreamSink):
-    """Lines to a file, as standard output often is."""
+    """Writes lines to a file, as standard output often is."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.open("a")
@@ -54,7 +54,7 @@ def stream(folder: Path) -> Open:
 
 
 def to_two(folder: Path) -> Open:
-    """Both have everything."""
+    """Both sinks get everything."""
     other = MemorySink()
 
     def found() -> list[int]:
@@ -70,7 +70,7 @@ def to_two(folder: Path) -> Open:
 
 
 def routed(folder: Path) -> Open:
-    """One table is nobody's: its rows are rejected."""
+    """One table has no sink: its rows are rejected."""
 
     def at() -> SinkAt:
         return SinkAt(
@@ -82,7 +82,7 @@ def routed(folder: Path) -> Open:
 
 
 class SqliteSink:
-    """A sink as a user writes one: `_seq` is the key, so a batch is there once however often it comes."""
+    """A sink as a user writes one: `_seq` is the key, so a repeated batch is stored once."""
 
     def __init__(self, path: Path, or_else: str = "REPLACE") -> None:
         self._or_else = or_else
@@ -125,7 +125,9 @@ def test_a_sink_promises(check: Check[SinkAt], kind: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("or_else", ["REPLACE", "IGNORE"])
 @pytest.mark.parametrize("check", EXACTLY_ONCE, ids=str)
-def test_a_sink_that_stores_the_numbers_takes_each_row_once(check: Check[SinkAt], or_else: str, tmp_path: Path) -> None:
+def test_a_sink_that_stores_the_numbers_stores_each_row_once(
+    check: Check[SinkAt], or_else: str, tmp_path: Path
+) -> None:
     check(sqlite(tmp_path, or_else))
 
 
@@ -156,7 +158,7 @@ def test_a_mirror_promises(check: Check[SinkAt]) -> None:
 # --- the suite itself finds what is wrong -------------------------------------------------------------------
 
 
-def at_new(sink: Callable[[], Any], kept: Callable[[Any], Sequence[int]]) -> Callable[[], Open]:
+def at_new_sink(sink: Callable[[], Any], kept: Callable[[Any], Sequence[int]]) -> Callable[[], Open]:
     def place() -> Open:
         made = sink()
         return lambda: SinkAt(made, kept=lambda: kept(made))
@@ -165,7 +167,7 @@ def at_new(sink: Callable[[], Any], kept: Callable[[Any], Sequence[int]]) -> Cal
 
 
 class Appending(MemorySink):
-    """Does not look at whether a batch comes again, and drops what it does not like."""
+    """Ignores that a batch is repeated, and drops rows it does not accept."""
 
     def write(self, batch: Batch) -> tuple[()]:
         wanted = [rows for rows in batch.batches if rows.schema.key]
@@ -173,19 +175,19 @@ class Appending(MemorySink):
         return ()
 
 
-def test_a_sink_that_breaks_promises_is_told_all_of_them_at_once() -> None:
+def test_all_broken_promises_of_a_sink_are_reported_at_once() -> None:
     with pytest.raises(ContractBroken) as caught:
-        check_sink(at_new(Appending, lambda sink: sorted(event.seq for event in sink.events())), *EXACTLY_ONCE)
+        check_sink(at_new_sink(Appending, lambda sink: sorted(event.seq for event in sink.events())), *EXACTLY_ONCE)
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [
-        "a batch that comes again before it was flushed is there once",
-        "every kind of change is taken, or rejected by its number and with a reason; nothing is silently left out",
-        "a batch that comes again after its flush is there once",
-        "a batch that comes again after a restart is there once",
+        "a batch that arrives again before its flush is stored once",
+        "every kind of change is stored, or rejected by its number and with a reason; nothing is silently left out",
+        "a batch that arrives again after its flush is stored once",
+        "a batch that arrives again after a restart is stored once",
     ]
 
 
 class DeletesFirst(Tables):
-    """Takes every delete for one, as if the row behind it did not need the old one."""
+    """Applies every delete at once, as if the next row did not need the old one."""
 
     def write(self, batch: Batch) -> Sequence[Rejected]:
         for event in batch.events():
@@ -196,7 +198,7 @@ class DeletesFirst(Tables):
         return ()
 
 
-def test_a_mirror_that_loses_a_large_value_is_told_so() -> None:
+def test_a_mirror_that_loses_a_large_value_is_reported() -> None:
     broken = []
     for check in MIRROR:
         sink: Sink = (made := DeletesFirst())
@@ -204,27 +206,27 @@ def test_a_mirror_that_loses_a_large_value_is_told_so() -> None:
             check(lambda sink=sink, made=made: SinkAt(sink, rows=made.rows))  # type: ignore[misc] # bound at once
         except ContractBroken:
             broken.append(str(check))
-    assert broken == ["a key that changes takes values along that were not sent, also twice in one batch"]
+    assert broken == ["a key that changes takes unsent values along, also twice in one batch"]
 
 
 @pytest.mark.parametrize(("place", "said"), [
     (lambda: 3, "cannot be called"), (lambda: lambda: 3, "not a `SinkAt`"), (lambda: MemorySink, "not a `SinkAt`"),
     (lambda: lambda: SinkAt(cast("Any", 3), kept=tuple), "`sink` cannot be used as one"),
-    (lambda: lambda: SinkAt(MemorySink()), "what the sink holds cannot be looked at"),
+    (lambda: lambda: SinkAt(MemorySink()), "no function that reads its rows"),
     (lambda: lambda: SinkAt(MemorySink(), kept=cast("Any", 3)), "`kept` cannot be called"),
 ])  # fmt: skip
-def test_a_suite_that_cannot_look_at_a_sink_says_so(place: Any, said: str) -> None:
+def test_a_suite_without_access_to_the_rows_is_refused(place: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         check_sink(place)
     assert raised.value.hint
 
 
-def test_a_check_is_one_of_ours() -> None:
+def test_only_checks_of_the_suite_are_accepted() -> None:
     with pytest.raises(ConfigError, match="not a `Check`"):
         check_sink(lambda: memory(Path()), cast("Any", 3))
 
 
-def test_a_mirror_that_keeps_no_numbers_is_checked_as_one() -> None:
+def test_a_mirror_without_row_numbers_is_checked_as_a_mirror() -> None:
     with pytest.raises(ContractBroken) as raised:
         check_sink(lambda: lambda: SinkAt(MemorySink(), rows=lambda _: []))
     assert str(MIRROR[0]) in str(raised.value)

@@ -107,32 +107,32 @@ def test_a_schema_history_promises(check: Check[SchemaHistory], kind: str, tmp_p
 
 
 class Careless(MemoryCheckpointStore):
-    """Saves whatever it is given."""
+    """Saves anything."""
 
     def save(self, key: str, checkpoint: Checkpoint) -> None:
         self._saved[key] = checkpoint
 
 
 class Forgetful(MemorySchemaHistory):
-    """Takes every shape for a new one."""
+    """Takes every schema for a new one."""
 
-    def _record(self, shape, happened, evolution=None):  # type: ignore[no-untyped-def] # as the one above
-        self.drop(shape.table)
-        return super()._record(shape, happened, evolution)
+    def _record(self, schema, occurrence, evolution=None):  # type: ignore[no-untyped-def] # as the one above
+        self.drop(schema.table)
+        return super()._record(schema, occurrence, evolution)
 
 
-def test_a_store_that_breaks_promises_is_told_all_of_them_at_once() -> None:
+def test_all_broken_promises_of_a_store_are_reported_at_once() -> None:
     with pytest.raises(ContractBroken) as caught:
         check_checkpoint_store(lambda: (lambda store: lambda: store)(Careless()))
     told = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in told] == [
         "a position that does not follow the saved one is refused, and nothing changes",
-        "a key belongs to one source and one way of counting, until it is deleted",
-        "a key that is empty, too long, or could lead elsewhere is refused wherever it is given",
-        "what a caller does with metadata afterwards changes nothing that is saved",
+        "a key belongs to one source and one position type, until it is deleted",
+        "a key that is empty, too long, or could lead to another folder is refused in every call",
+        "a caller's later changes of metadata do not change what is saved",
     ]
 
 
-def test_a_history_that_breaks_promises_is_told_so() -> None:
-    with pytest.raises(ContractBroken, match="the shape that a table has already adds nothing"):
+def test_broken_promises_of_a_history_are_reported() -> None:
+    with pytest.raises(ContractBroken, match="recording a table's current schema again adds nothing"):
         check_schema_history(lambda: (lambda history: lambda: history)(Forgetful(retention=KEPT)))

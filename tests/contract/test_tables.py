@@ -1,4 +1,4 @@
-"""Every kind of table at a real server: which are captured, and that a load and the stream say the same of them."""
+"""Every kind of table at a real server: which are captured, and that load and stream agree on them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_table_and_a_column_can_have_any_name(scene: Scene, name: str) -> None
     assert scene.agreed(told, name) == [{name: 3, "v": "a"}]
 
 
-def test_columns_with_the_names_of_ours_keep_their_values(scene: Scene) -> None:
+def test_columns_with_the_names_of_metadata_columns_keep_their_values(scene: Scene) -> None:
     names = ["_op", "_seq", "_op_", "_unchanged", "_before", "_moved_from", "_commit"]
     columns = ", ".join(f'"{name}" text' for name in names)
     scene.run(f"create table t (_tx int primary key, {columns})", "alter table t replica identity full")
@@ -87,7 +87,7 @@ def test_identity_and_serial_columns_are_ordinary_ones(scene: Scene) -> None:
     assert scene.agreed(scene.told(), "t") == [{"id": 1, "s": 1, "d": 1, "v": "v"}, {"id": 2, "s": 2, "d": 9, "v": "v"}]
 
 
-def test_columns_that_were_dropped_leave_no_hole(scene: Scene) -> None:
+def test_dropped_columns_leave_no_gap(scene: Scene) -> None:
     scene.run(
         "create table t (gone0 int, id int primary key, gone1 text, v text, gone2 int)",
         "insert into t values (0, 1, 'x', 'a', 0)",
@@ -114,7 +114,7 @@ def test_a_stored_generated_column_is_captured_where_the_server_sends_it(scene: 
     assert rows == [{"id": 5, "g": 10, "v": "b"} if GENERATED_SENT else {"id": 5, "v": "b"}]
 
 
-def test_a_publication_that_is_not_ours_says_itself_whether_generated_columns_are_sent(scene: Scene) -> None:
+def test_a_publication_that_is_not_ours_decides_about_generated_columns(scene: Scene) -> None:
     scene.run(
         "create table t (id int primary key, g int generated always as (id * 2) stored)",
         "create table l (id int primary key, g int generated always as (id * 2) stored, v int)",
@@ -126,7 +126,7 @@ def test_a_publication_that_is_not_ours_says_itself_whether_generated_columns_ar
     assert scene.agreed(told, "l") == [{"id": 1, "g": 2} if GENERATED_SENT else {"id": 1}]
 
 
-def test_a_key_with_a_generated_column_is_one_only_where_that_column_is_sent(scene: Scene) -> None:
+def test_a_key_with_a_generated_column_counts_only_where_that_column_is_sent(scene: Scene) -> None:
     scene.run("create table t (a int, g int generated always as (a % 10) stored, primary key (a, g))")
     scene.follow()
     scene.run("insert into t values (1), (2)", "update t set a = 11 where a = 1", "delete from t where a = 2")
@@ -153,7 +153,7 @@ def test_a_virtual_column_under_full_never_stops_the_application(scene: Scene) -
 
 
 @pytest.mark.skipif(VERSION < 18, reason="older servers never send generated columns")
-def test_a_publication_made_without_generated_columns_stays_so_and_never_stops_the_application(
+def test_a_publication_made_without_generated_columns_is_left_as_it_is(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("t", "f"):
@@ -202,7 +202,7 @@ def test_a_table_of_1600_columns_is_captured(scene: Scene) -> None:
 # --- inheritance -------------------------------------------------------------------------------------------
 
 
-def test_parent_and_child_are_tables_of_their_own(scene: Scene) -> None:
+def test_parent_and_child_are_separate_tables(scene: Scene) -> None:
     scene.run("create table parent (id int primary key, v text)")
     scene.run("create table child (primary key (id), w int) inherits (parent)")
     scene.follow()
@@ -226,7 +226,7 @@ def test_parent_and_child_are_tables_of_their_own(scene: Scene) -> None:
 
 
 def make_partitions(scene: Scene) -> None:
-    """`root` with `low`, `high` (whose columns stand in another order) and `mid`, which is divided again."""
+    """Create `root` with `low`, `high` (with its columns in another order) and `mid`, which is partitioned again."""
     scene.run(
         "create table root (id int, v text, n int, primary key (id)) partition by range (id)",
         "create table low partition of root for values from (0) to (10)",
@@ -325,7 +325,7 @@ def test_the_rows_of_an_attached_partition_are_the_roots_and_those_of_a_detached
     assert sorted(row["id"] for row in scene.load("root")[1]) == [40, 41]
 
 
-def test_a_publication_of_partitions_gives_each_as_a_table_of_its_own(scene: Scene) -> None:
+def test_a_publication_of_partitions_publishes_each_as_a_table_of_its_own(scene: Scene) -> None:
     make_partitions(scene)
     scene.follow(publication="for table root")
     assert {table.table.name for table in scene.capture.tables()} == LEAVES
@@ -367,7 +367,7 @@ def test_one_partition_alone_can_be_wanted(scene: Scene) -> None:
     assert [row["id"] for row in scene.agreed(told, "mid")] == [15, 16, 25]
 
 
-def test_a_publication_of_some_partitions_leaves_the_others_to_be_asked_for(scene: Scene) -> None:
+def test_with_a_publication_of_some_partitions_the_others_can_be_wanted_too(scene: Scene) -> None:
     make_partitions(scene)
     scene.follow(publication="for table low, mid_a")
     # The others are wanted and stay in the list: each says that it is not published.
@@ -387,9 +387,7 @@ def test_a_root_whose_publication_publishes_only_its_partitions_is_explained(
     assert "publish_via_partition_root = true" in warning.__dict__["hint"]
 
 
-def test_an_unlogged_partition_is_left_out_by_the_load_as_by_the_stream(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unlogged_partition_is_left_out_by_load_and_stream(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.run(
         "create table root (id int primary key) partition by range (id)",
         "create table low partition of root for values from (0) to (10)",
@@ -450,7 +448,7 @@ def test_under_full_a_condition_can_be_on_any_column(scene: Scene) -> None:
     assert [(row["id"], row["state"]) for row in scene.agreed(told, "t")] == [(3, "open"), (5, "{odd}")]
 
 
-def test_a_row_that_enters_a_condition_names_the_large_values_it_does_not_bring(scene: Scene) -> None:
+def test_a_row_that_enters_a_condition_names_the_large_values_that_it_does_not_send(scene: Scene) -> None:
     # The server makes an insert of it, and only the whole old row would have the value.
     scene.run("create table t (id int primary key, big text)")
     scene.follow(publication="for table t where (id > 10)")
@@ -482,14 +480,14 @@ def test_the_conditions_of_several_publications_are_alternatives(scene: Scene) -
     assert len(scene.load("t")[1]) == 4
 
 
-def test_a_condition_beside_the_whole_schema_is_none(scene: Scene) -> None:
+def test_a_condition_has_no_effect_if_the_whole_schema_is_published(scene: Scene) -> None:
     scene.run("create table t (id int primary key)")
     scene.follow(publication=f"for table t where (id > 10), tables in schema {scene.name}")
     scene.run("insert into t values (1), (11)")
     assert scene.agreed(scene.told(), "t") == [{"id": 1}, {"id": 11}]
 
 
-def test_a_column_list_is_what_load_and_stream_have(scene: Scene) -> None:
+def test_load_and_stream_follow_the_column_list(scene: Scene) -> None:
     scene.run("create table t (secret text, id int primary key, v text, w int)")
     scene.follow(publication="for table t (w, id)")
     scene.run(
@@ -532,7 +530,7 @@ def publications(scene: Scene) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["table", "schema", "all"])
-def test_a_table_that_is_renamed_goes_on_under_its_new_name(scene: Scene, kind: str) -> None:
+def test_a_renamed_table_continues_under_its_new_name(scene: Scene, kind: str) -> None:
     scene.run("create table t (id int primary key, v text)")
     scene.follow(publication=publications(scene)[kind])
     scene.run("insert into t values (1, 'a')", "alter table t rename to renamed", "insert into renamed values (2, 'b')")
@@ -551,7 +549,7 @@ def test_a_table_that_is_renamed_goes_on_under_its_new_name(scene: Scene, kind: 
 
 
 @pytest.mark.parametrize("kind", ["table", "schema", "all"])
-def test_a_table_that_moves_to_another_schema_is_told_of_where_it_is_published(scene: Scene, kind: str) -> None:
+def test_a_table_that_moves_to_another_schema_is_captured_where_it_is_published(scene: Scene, kind: str) -> None:
     elsewhere = scene.schema("elsewhere")
     scene.run("create table t (id int primary key)")
     scene.follow(publication=publications(scene)[kind])
@@ -568,7 +566,7 @@ def test_a_table_that_moves_to_another_schema_is_told_of_where_it_is_published(s
 
 
 @pytest.mark.parametrize("kind", ["table", "schema", "all"])
-def test_a_table_that_is_dropped_before_its_rows_are_read_is_read_all_the_same(scene: Scene, kind: str) -> None:
+def test_the_rows_of_a_table_that_was_dropped_later_are_read(scene: Scene, kind: str) -> None:
     scene.run("create table t (id int primary key, v text)", "create table stays (id int primary key)")
     scene.follow(publication=publications(scene)[kind])
     scene.run("insert into t values (1, 'a')", "update t set v = 'b'", "update t set id = 2", "drop table t")
@@ -585,7 +583,7 @@ def test_a_table_that_is_dropped_before_its_rows_are_read_is_read_all_the_same(s
     assert set(scene.capture.describe([scene.id("t"), scene.id("stays")])) == {scene.id("stays")}
 
 
-def test_a_table_that_is_not_published_has_no_columns_or_those_that_we_would_publish(scene: Scene) -> None:
+def test_an_unpublished_table_has_no_columns_or_those_we_would_publish(scene: Scene) -> None:
     scene.run("create table t (id int primary key, v text)")
     ours, theirs = scene.capture, PostgresCapture(scene.settings(own=True))
     for capture, names in ((ours, ["id", "v"]), (theirs, [])):
@@ -593,7 +591,7 @@ def test_a_table_that_is_not_published_has_no_columns_or_those_that_we_would_pub
         assert capture.describe([scene.id("t")], unpublished=True)[scene.id("t")].names == names
 
 
-def test_a_server_that_goes_away_in_the_middle_does_not_make_tables_look_dropped(scene: Scene) -> None:
+def test_a_server_that_stops_during_the_queries_does_not_make_tables_look_dropped(scene: Scene) -> None:
     scene.run("create table t (id int primary key)", "create table other (id int primary key)")
 
     def tables() -> Iterator[TableId]:
@@ -606,7 +604,7 @@ def test_a_server_that_goes_away_in_the_middle_does_not_make_tables_look_dropped
 
 
 @pytest.mark.parametrize("kind", ["table", "schema", "all"])
-def test_a_table_that_is_made_anew_is_another_table_of_the_same_name(scene: Scene, kind: str) -> None:
+def test_a_recreated_table_is_another_table_of_the_same_name(scene: Scene, kind: str) -> None:
     scene.run("create table t (id int primary key, v text)")
     scene.follow(publication=publications(scene)[kind])
     scene.run("insert into t values (1, 'a')")
@@ -622,7 +620,7 @@ def test_a_table_that_is_made_anew_is_another_table_of_the_same_name(scene: Scen
 
 
 @pytest.mark.parametrize("kind", ["schema", "all"])
-def test_a_table_that_is_made_in_mid_stream_arrives_from_its_first_row_on(scene: Scene, kind: str) -> None:
+def test_a_table_created_during_the_stream_arrives_from_its_first_row_on(scene: Scene, kind: str) -> None:
     scene.run("create table t (id int primary key)")
     scene.follow(publication=publications(scene)[kind])
     scene.together("create table made (id int primary key, v text)", "insert into made values (1, 'a')")
@@ -642,7 +640,7 @@ def test_a_table_that_is_made_in_mid_stream_arrives_from_its_first_row_on(scene:
     ]
 
 
-def test_a_table_of_ours_that_is_made_later_is_published_from_the_next_start_on(scene: Scene) -> None:
+def test_a_wanted_table_created_later_is_published_from_the_next_start_on(scene: Scene) -> None:
     scene.run("create table t (id int primary key)")
     scene.follow()
     scene.run("create table made (id int primary key)", "insert into made values (1)", "insert into t values (1)")
@@ -697,7 +695,7 @@ NOT_TABLES = {
 
 
 @pytest.mark.parametrize("name", NOT_TABLES)
-def test_what_cannot_be_captured_is_an_error_where_it_is_named_or_all_there_is(scene: Scene, name: str) -> None:
+def test_an_uncapturable_table_is_an_error_if_it_is_named_or_the_only_match(scene: Scene, name: str) -> None:
     made, kind, remedy = NOT_TABLES[name]
     scene.run(f"create foreign data wrapper {scene.name}")
     scene.run(f"create server {scene.name} foreign data wrapper {scene.name}")
@@ -712,7 +710,7 @@ def test_what_cannot_be_captured_is_an_error_where_it_is_named_or_all_there_is(s
     scene.run(f"drop foreign data wrapper {scene.name} cascade")
 
 
-def test_the_command_shows_what_cannot_be_captured(scene: Scene, server: EmbeddedPostgres, tmp_path: Path) -> None:
+def test_the_command_shows_uncapturable_tables(scene: Scene, server: EmbeddedPostgres, tmp_path: Path) -> None:
     scene.run("create table t (id int primary key)", "create unlogged table quick (id int primary key)")
     pipeline = Pipeline(tmp_path / "one", server.url(), tables=f'["{scene.name}.*"]')
     done = pipeline.call("capture", "--until-caught-up")

@@ -1,5 +1,6 @@
-"""A table's copy: a value is what its type prints, whatever casts there are, and an error in the middle is the server's
-own.
+"""A table's copy: a value is what its type prints, whatever casts exist.
+
+An error in the middle is the server's own.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ create publication everything for all tables;
 
 
 class Scene:
-    """A database, a hand on it, and what a load makes of its tables."""
+    """A database, a connection to it, and a load of its tables."""
 
     def __init__(self, server: EmbeddedPostgres, name: str) -> None:
         self.admin = server.connect(name, autocommit=True)
@@ -76,7 +77,7 @@ def scene(server: EmbeddedPostgres) -> Iterator[Scene]:
         made.close()
 
 
-def test_no_cast_stands_between_a_value_and_what_its_type_prints(scene: Scene) -> None:
+def test_no_cast_changes_what_a_type_prints(scene: Scene) -> None:
     scene.run("""
         create table t (i inet, c cidr, l "char", m mood, f feeling, p pair, a mood[], b char(3));
         insert into t values ('10.0.0.1', '10/8', 'x', 'sad', 'ok', row(null, null), '{sad,NULL}', 'x');
@@ -97,7 +98,7 @@ def test_no_cast_stands_between_a_value_and_what_its_type_prints(scene: Scene) -
     ]
 
 
-def test_what_a_domain_stands_on_decides_how_it_comes(scene: Scene) -> None:
+def test_the_base_type_of_a_domain_decides_how_it_is_sent(scene: Scene) -> None:
     scene.run("""
         create domain price as numeric(6, 2); create domain net as price; create domain moment as timestamptz;
         create table t (n net, m moment); insert into t values (1.5, 'infinity'), (-9999.99, '2000-01-01 00:00+00')
@@ -118,7 +119,7 @@ def test_every_nan_is_one(scene: Scene) -> None:
     assert batch.column(1).view(pa.int32()).to_pylist() == [0x7FC00000] * 2
 
 
-def test_what_does_not_fit_is_told_beside_rows_that_are_the_same_either_way(scene: Scene) -> None:
+def test_unfit_values_are_returned_with_rows_that_are_otherwise_the_same(scene: Scene) -> None:
     scene.run("""
         create table t (id int, b bool, s int2, big int8, o oid, r real, d float8, day date, at timestamp,
           tz timestamptz, n numeric(6, 2), raw bytea, c char(3), v varchar, j json, jb jsonb, u uuid, a int[],
@@ -183,7 +184,7 @@ def test_an_error_in_the_middle_is_the_servers_own(scene: Scene) -> None:
     assert caught.value.fields["sqlstate"] == "22012"
 
 
-def test_a_table_that_is_gone_is_told_with_the_servers_code(scene: Scene) -> None:
+def test_a_dropped_table_is_reported_with_the_servers_code(scene: Scene) -> None:
     scene.run("create table t (id int)")
     schema = scene.describe("t")
     scene.run("drop table t")
@@ -200,7 +201,7 @@ def test_outside_of_a_transaction_nothing_is_read(scene: Scene) -> None:
         list(copy_rows(scene.session, schema, sql.SQL("from public.t"), deadline=time.monotonic() + 60))
 
 
-def test_a_column_of_another_type_than_was_described_is_read_by_its_text(scene: Scene) -> None:
+def test_a_column_of_another_type_than_described_is_read_by_its_text(scene: Scene) -> None:
     scene.run("create table t (id bigint, n int); insert into t values (7, 8)")
     schema = scene.describe("t")
     scene.run("alter table t alter id type int, alter n type text using n || '9'")
@@ -211,8 +212,8 @@ def test_a_column_of_another_type_than_was_described_is_read_by_its_text(scene: 
         list(copy_rows(scene.session, schema, sql.SQL("from public.t"), deadline=time.monotonic() + 60))
 
 
-def test_the_servers_bytes_are_what_our_tests_build(scene: Scene) -> None:
-    """The unit tests of the kernels build their input by hand: it must be what a server sends."""
+def test_the_bytes_of_the_unit_tests_are_those_of_a_server(scene: Scene) -> None:
+    """The unit tests of the kernels build their input by hand: it must equal what a server sends."""
     texts = ["0.00", "1.50", "-99999999.99", "10000.00", "0.01", "NaN"]
     values = ", ".join(f"('{text}')" for text in texts)
     scene.run(f"create table t (n numeric(10, 2)); insert into t values {values}")

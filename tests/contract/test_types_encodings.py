@@ -1,5 +1,7 @@
-"""A database in another encoding than ours: names and values arrive as UTF-8, by the load and by the stream. One
-without an encoding is asked for its bytes."""
+"""A database in another encoding than UTF-8: names and values arrive as UTF-8 by load and stream.
+
+One without an encoding is asked for its bytes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.support.benches import take
 from tests.support.databases import database
 
 LETTERS = "".join(map(chr, range(0xA0, 0x100)))
-"""Every letter that LATIN1 has beyond ASCII."""
+"""All letters that LATIN1 has beyond ASCII."""
 TABLE = TableId("schéma", "prénom ß")
 SETUP = """
 create schema "schéma";
@@ -44,7 +46,7 @@ INSERT = f"""insert into "schéma"."prénom ß" values (
 
 @dataclass(frozen=True)
 class Latin:
-    """A database in LATIN1 and a hand on it."""
+    """A database in LATIN1 and a connection to it."""
 
     capture: PostgresCapture
     begin: Lsn

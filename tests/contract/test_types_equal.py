@@ -1,5 +1,6 @@
-"""Every type, at every edge: a row has the same values by snapshot, insert, update, old row, delete and old key,
-and they are what the server prints, whatever the role or the database would have it print.
+"""Every type with its extreme values: equal by snapshot, insert, update, old row, delete and old key.
+
+The values are what the server prints, whatever settings the role or the database has for printing.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from tests.support.typecases import UNFIT, meaning, plain, quoted
 COLUMNS_PER_TABLE = 80
 KEYS_PER_TABLE = 30
 COPIES = 10_000
-"""Added to a row's id where the values come by an update."""
+"""Added to a row's id where the values are from an update."""
 WAYS = ("snapshot", "insert", "update", "touched", "before", "delete")
 LOOKS = ("plain", "role", "database")
-"""Whose settings a capture starts from."""
+"""The role or database whose settings a capture starts from."""
 
 HOSTILE = {
     "datestyle": "'SQL, DMY'", "intervalstyle": "'iso_8601'", "timezone": "'Asia/Kathmandu'",
@@ -49,19 +50,19 @@ LIMITS = (
     "statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout", "idle_session_timeout",
     "transaction_timeout",
 )  # fmt: skip
-"""What could end a long read."""
+"""Settings that could end a long read."""
 PROBES = {
     "datestyle": "'2026-01-02'::date", "intervalstyle": "'1 day'::interval", "timezone": "'2026-01-02'::timestamptz",
     "extra_float_digits": "'0.1'::float8 + '0.2'::float8", "bytea_output": "'abc'::bytea",
     "search_path": "'odd.mood'::regtype", "quote_all_identifiers": "'pg_class'::regclass",
     "client_encoding": "chr(233)",
 }  # fmt: skip
-"""What prints otherwise under each of those that can change how a value prints."""
+"""A value that prints differently under each setting that can change how a value prints."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """One of the tables that the values are spread over."""
+    """One of the tables that the values are distributed over."""
 
     name: str
     types: list[str]
@@ -81,7 +82,7 @@ class Table:
         return f"create table {self.name} (id int, mark int, {columns}, primary key ({key}))"
 
     def inserts(self, *, cycle: bool = False) -> Iterator[str]:
-        """A statement a row; where a column has fewer values it is null, or begins again."""
+        """A statement per row; a column with fewer values is null, or repeats them."""
         for row in range(self.rows):
             cells = [
                 f"({values[row % len(values)]})::{kind}" if cycle or row < len(values) else "null"
@@ -92,7 +93,7 @@ class Table:
 
 @dataclass
 class World:
-    """What the database holds and what came of it by each way."""
+    """The database's content, and the values that arrived by each way."""
 
     database: str
     tables: list[Table]
@@ -112,7 +113,7 @@ class World:
 
 
 def cases(connection: psycopg.Connection, version: int) -> dict[str, list[str]]:
-    """Every type that this server can have, with its values; arrays of each."""
+    """Return every type that this server can have, with its values and arrays of them."""
     found = {**typecases.BUILT_IN, **typecases.MADE}
     for since, more in typecases.NEWER.items():
         if version >= since:
@@ -147,7 +148,7 @@ def spread(name: str, types: dict[str, list[str]], size: int) -> list[Table]:
 
 
 def keyable(connection: psycopg.Connection, types: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The types that a primary key can have, with the values that an index entry has room for."""
+    """Return the types that a primary key can have, with the values that fit into an index entry."""
     found = {}
     for kind, values in types.items():
         try:
@@ -188,8 +189,8 @@ def fill(server: EmbeddedPostgres, connection: psycopg.Connection, name: str) ->
         connection.execute(f"create table w{n} (id int, v {kind}, primary key (id, v))")
     captures = {look: capture(server, name, look) for look in LOOKS}
     begins = {look: captures[look].prepare(None) for look in LOOKS}
-    write(connection, made)
-    learn(server, connection, made, name)
+    write_rows(connection, made)
+    read_printed(server, connection, made, name)
     for look in LOOKS:
         with hostile(connection, name, look):
             load(captures[look], made, look)
@@ -213,7 +214,7 @@ def capture(server: EmbeddedPostgres, name: str, look: str) -> PostgresCapture:
 
 @contextmanager
 def hostile(connection: psycopg.Connection, name: str, look: str) -> Iterator[None]:
-    """The settings of the role or of the database are set against us while this lasts."""
+    """Set hostile settings for the role or the database while this is open."""
     if look == "plain":
         yield
         return
@@ -223,8 +224,8 @@ def hostile(connection: psycopg.Connection, name: str, look: str) -> Iterator[No
     connection.execute(f"alter {look} {name} reset all")
 
 
-def write(connection: psycopg.Connection, made: World) -> None:
-    """Every row by an insert, and once more by an update of a row of nulls."""
+def write_rows(connection: psycopg.Connection, made: World) -> None:
+    """Write every row by an insert, and again by an update of a row of nulls."""
     with connection.transaction():
         for table in made.tables:
             for statement in table.inserts():
@@ -251,8 +252,8 @@ def change_all(connection: psycopg.Connection, made: World) -> None:
             connection.execute(f"update u{n} set mark = 1; update w{n} set id = 2")
 
 
-def learn(server: EmbeddedPostgres, connection: psycopg.Connection, made: World, name: str) -> None:
-    """What the server prints, from a session with our settings, as bare bytes."""
+def read_printed(server: EmbeddedPostgres, connection: psycopg.Connection, made: World, name: str) -> None:
+    """Read what the server prints, in a session with our settings, as bare bytes."""
     with connect(server.url(name)) as session:
         for table in [*made.tables, *made.keyed]:
             query = f"select {', '.join(table.columns)} from public.{table.name} where id < {COPIES} order by id"
@@ -310,10 +311,10 @@ def stream(source: PostgresCapture, begin: Lsn | None, made: World, look: str, r
             batches.setdefault(batch.schema.table.name, []).append(batch)
     for table in made.tables:
         made.schemas[look, "stream", table.name] = batches[table.name][0].schema
-        _sort_out(made, look, table, batches[table.name])
+        _collect(made, look, table, batches[table.name])
     for table in made.keyed:
         moved = [row for row in _rows(batches[table.name]) if _struct(row, change.MOVED_FROM) is not None]
-        _keep(made, look, "moved from", table, [_struct(row, change.MOVED_FROM) for row in moved])
+        _add(made, look, "moved from", table, [_struct(row, change.MOVED_FROM) for row in moved])
     for n in range(len(typecases.TOO_MUCH)):
         for name in (f"u{n}", f"w{n}"):
             made.unfit[name] = [row.to_pylist()[0] for row in _rows(batches[name])]
@@ -329,7 +330,7 @@ def _struct(row: pa.RecordBatch, name: str) -> pa.RecordBatch | None:
     return pa.RecordBatch.from_struct_array(row.column(name))
 
 
-def _sort_out(made: World, look: str, table: Table, batches: list[ChangeBatch]) -> None:
+def _collect(made: World, look: str, table: Table, batches: list[ChangeBatch]) -> None:
     by_way: dict[str, list[pa.RecordBatch | None]] = {way: [] for way in WAYS if way != "snapshot"}
     for row in _rows(batches):
         op, n = row.column(change.OP)[0].as_py(), row.column("id")[0].as_py()
@@ -341,18 +342,18 @@ def _sort_out(made: World, look: str, table: Table, batches: list[ChangeBatch]) 
                 by_way["before"].append(_struct(row, change.BEFORE))
         assert change.UNFIT not in row.schema.names or row.column(change.UNFIT).null_count
     for way, rows in by_way.items():
-        _keep(made, look, way, table, rows)
+        _add(made, look, way, table, rows)
 
 
-def _keep(made: World, look: str, way: str, table: Table, rows: list[pa.RecordBatch | None]) -> None:
+def _add(made: World, look: str, way: str, table: Table, rows: list[pa.RecordBatch | None]) -> None:
     assert len(rows) == table.rows
-    assert None not in rows, "a row came without its old row"
+    assert None not in rows, "a row arrived without its old row"
     narrow = [row.select(["id", *table.columns]) for row in rows if row is not None]
     made.found[look, way, table.name] = _columns(table, pa.Table.from_batches(narrow).sort_by("id"))
 
 
-def _wanted(table: Table, made: World, kinds: list[pa.DataType]) -> dict[str, list[Any]]:
-    """By column, with its type: what the server's texts mean."""
+def _expected(table: Table, made: World, kinds: list[pa.DataType]) -> dict[str, list[Any]]:
+    """Return the values that the server's texts mean, by column."""
     return {
         f"{column} {source}": [None if text is None else meaning(kind, text) for text in texts]
         for column, source, kind, texts in zip(table.columns, table.types, kinds, made.printed[table.name], strict=True)
@@ -366,17 +367,17 @@ def _plain(table: Table, columns: list[pa.Array]) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_value_is_what_the_server_prints_by_every_way(world: World, way: str) -> None:
+def test_a_value_is_what_the_server_prints_however_it_arrives(world: World, way: str) -> None:
     for table in world.tables:
         columns = world.found["plain", way, table.name]
-        wanted = _wanted(table, world, [column.type for column in columns])
+        wanted = _expected(table, world, [column.type for column in columns])
         found = _plain(table, columns)
         for name, values in wanted.items():
             assert UNFIT not in values, name
             assert found[name] == values, name
 
 
-def test_a_row_that_was_updated_loads_like_one_that_was_inserted(world: World) -> None:
+def test_an_updated_row_loads_like_an_inserted_one(world: World) -> None:
     for table in world.tables:
         inserted, updated = (world.found["plain", way, table.name] for way in ("snapshot", "snapshot of the copies"))
         assert _plain(table, inserted) == _plain(table, updated)
@@ -386,10 +387,10 @@ def test_an_old_key_is_what_the_server_printed(world: World) -> None:
     assert sum(len(table.types) for table in world.keyed) > 100
     for table in world.keyed:
         columns = world.found["plain", "moved from", table.name]
-        assert _plain(table, columns) == _wanted(table, world, [column.type for column in columns])
+        assert _plain(table, columns) == _expected(table, world, [column.type for column in columns])
 
 
-def test_a_column_has_one_type_by_every_way(world: World) -> None:
+def test_a_column_has_one_type_however_it_arrives(world: World) -> None:
     for table in world.tables:
         schema = world.schemas["plain", "stream", table.name]
         assert schema == world.schemas["plain", "snapshot", table.name]
@@ -409,7 +410,9 @@ def test_no_setting_of_the_role_or_the_database_changes_a_value(world: World, lo
 
 
 @pytest.mark.parametrize("setting", PROBES)
-def test_those_settings_would_have_changed_it(server: EmbeddedPostgres, world: World, setting: str) -> None:
+def test_each_of_these_settings_would_have_changed_a_value(
+    server: EmbeddedPostgres, world: World, setting: str
+) -> None:
     query = f"select {PROBES[setting]}".encode()
     with connect(server.url(world.database)) as session:
         ours = _raw(session, query)
@@ -441,7 +444,7 @@ def _raw(session: psycopg.Connection, query: bytes) -> bytes | None:
 
 
 @pytest.mark.parametrize("n", range(len(typecases.TOO_MUCH)), ids=lambda n: " ".join(typecases.TOO_MUCH[n]))
-def test_a_value_that_does_not_fit_stands_beside_the_row_as_its_text(world: World, n: int) -> None:
+def test_the_text_of_an_unfit_value_is_delivered_with_its_row(world: World, n: int) -> None:
     text = typecases.TOO_MUCH[n][1]
     inserted, updated = world.unfit[f"u{n}"]
     assert inserted["v"] is None
@@ -455,7 +458,7 @@ def test_a_value_that_does_not_fit_stands_beside_the_row_as_its_text(world: Worl
 
 
 @pytest.mark.parametrize("n", range(len(typecases.TOO_MUCH)), ids=lambda n: " ".join(typecases.TOO_MUCH[n]))
-def test_a_key_that_does_not_fit_stands_beside_the_row_as_its_text(world: World, n: int) -> None:
+def test_the_text_of_an_unfit_key_is_delivered_with_its_row(world: World, n: int) -> None:
     text = typecases.TOO_MUCH[n][1]
     inserted, gone, came = world.unfit[f"w{n}"]
     for row in (inserted, gone):
@@ -469,16 +472,14 @@ def test_a_key_that_does_not_fit_stands_beside_the_row_as_its_text(world: World,
 
 
 @pytest.mark.parametrize("n", range(len(typecases.TOO_MUCH)), ids=lambda n: " ".join(typecases.TOO_MUCH[n]))
-def test_a_value_that_does_not_fit_ends_the_load_and_names_the_column(world: World, n: int) -> None:
+def test_an_unfit_value_ends_the_load_and_names_the_column(world: World, n: int) -> None:
     said = str(world.refused[f"u{n}"])
     assert f"public.u{n}" in said
     assert "column=v" in said
-    assert typecases.TOO_MUCH[n][1] not in said, "a row's value is nobody's business in a log"
+    assert typecases.TOO_MUCH[n][1] not in said, "a row's value must not be in a log"
 
 
-def test_every_type_that_the_server_brings_along_is_tried_and_has_a_rule(
-    server: EmbeddedPostgres, world: World
-) -> None:
+def test_every_built_in_type_is_tried_and_has_a_rule(server: EmbeddedPostgres, world: World) -> None:
     query = """
         select t.oid::int8, format_type(t.oid, -1), coalesce(e.typtype, t.typtype)::text from pg_type t
         left join pg_type e on e.oid = t.typelem and t.typcategory = 'A'
@@ -490,11 +491,11 @@ def test_every_type_that_the_server_brings_along_is_tried_and_has_a_rule(
     assert [name for oid, name, _ in types if not is_known(oid)] == []
 
 
-def test_every_type_that_is_copied_in_binary_form_is_tried(world: World) -> None:
+def test_every_type_with_a_binary_kernel_is_tried(world: World) -> None:
     assert set(KINDS) <= world.type_numbers
 
 
-def test_a_type_that_no_server_brings_along_is_not_known(world: World) -> None:
+def test_a_type_that_is_not_built_in_is_unknown(world: World) -> None:
     foreign = {name for name, known in world.known.items() if not known}
     assert {"odd.shout", "odd.shout[]"} <= foreign
     brought = {f"odd.{kind}" for kinds in typecases.EXTENSIONS.values() for kind in kinds} | {"odd.shout"}

@@ -27,7 +27,7 @@ FIRST = (
 # Passed only by a transaction too large to hold, so one is written before each.
 PIECES = ("capture.piece_read", "log.piece_written")
 # Passed only by whoever puts the log in order, which has a crash test of its own (test_kill_the_sealer).
-# So have dead letters and rebuilds, which need rows of their own; what is kept of a load (test_kept_seeds); what only
+# So have dead letters and rebuilds, which need rows of their own; what is kept of a load (test_kept_loads); what only
 # Iceberg tables have (test_kill_the_connector); and what the library does and keeps and a pipeline does not
 # (test_kill_the_runtime, test_kill_the_stores).
 IN_ORDER = ("seal.", "clean.", "trim.", "letters.", "rebuild.", "seed.", "state.", "runtime.", "iceberg.")

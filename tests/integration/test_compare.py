@@ -139,12 +139,12 @@ def test_rows_of_an_emptied_source_table_are_extra(source: Connection, tmp_path:
 def test_a_table_the_lake_lacks_is_not_equal_even_if_empty(source: Connection, tmp_path: Path) -> None:
     make_pairs(source)
     verdict = judge(source, tmp_path, "t")
-    assert verdict.columns == ("the lake has no such table",)
+    assert verdict.columns == ("the lake does not have the table",)
     assert not verdict.equal
 
 
 def test_a_table_the_source_lacks_is_not_equal(source: Connection, tmp_path: Path) -> None:
-    assert judge(source, tmp_path, "nowhere").columns == ("the source has no such table",)
+    assert judge(source, tmp_path, "nowhere").columns == ("the source does not have the table",)
 
 
 def test_columns_that_differ_are_named_and_the_rest_is_still_compared(source: Connection, tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_a_data_file_that_is_gone_is_an_error_and_not_missing_rows(source: Conne
     write(tmp_path, "t", pairs((1, "a")))
     (file,) = table_folder(tmp_path, "public", "t").glob("*.parquet")
     file.unlink()
-    with pytest.raises(LakeUnreadable, match="not there"):
+    with pytest.raises(LakeUnreadable, match="but missing"):
         judge(source, tmp_path, "t")
 
 

@@ -21,7 +21,7 @@ from tailrace.deadletters.store import DeadLetterStore
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
 from tailrace.tasks.keyed_replay import RefetchWork, ReplayRowsWork, refetch_dead_letters, replay_rows
-from tests.support.loads import Local, Scene, life, wait_for_state
+from tests.support.loads import Local, Scene, managed_table, wait_for_state
 from tests.support.pipelines import eventually, execute
 
 THINGS = TableId("public", "things")
@@ -47,7 +47,7 @@ def scene(database: str, tmp_path: Path) -> Iterator[Scene]:
 
 
 def rows(applying: Local) -> dict[int, dict[str, Any]]:
-    table = life(applying, "things").location
+    table = managed_table(applying, "things").location
     files = table.open().files()
     return {row["id"]: row for file in files for row in pq.read_table(table.path / file).to_pylist()}
 
@@ -62,7 +62,7 @@ def letters(scene: Scene, *flags: str) -> list[dict[str, Any]]:
 def replay(scene: Scene) -> None:
     done = scene.pipeline.ask("dead-letters", "replay")
     assert done.returncode == 0, done.stderr
-    assert "tried again" in done.stdout
+    assert "replayed" in done.stdout
     answered = DeadLetterStore(scene.settings.log.path, THINGS)
     assert eventually(lambda: answered.replay_requested_at is None)
 
@@ -144,7 +144,7 @@ def test_killed_between_the_commit_and_the_letters_it_is_done_again_and_changes_
         wait_for_state(applying, "things", TableState.LIVE)
         execute(scene.pipeline.url, BAD.format(3), "UPDATE things SET amount = 7 WHERE id = 3")
         assert scene.settled(applying)
-        here, reader = life(applying, "things"), applying._source.row_reader(60)
+        here, reader = managed_table(applying, "things"), applying._source.row_reader(60)
     assert here.applied_position is not None
     assert here.schema is not None
     log = scene.settings.log.path
@@ -170,7 +170,7 @@ def test_a_row_that_has_got_another_letter_since_it_was_read_is_read_again(scene
         wait_for_state(applying, "things", TableState.LIVE)
         execute(scene.pipeline.url, BAD.format(3), BAD.format(4), "UPDATE things SET amount = 7 WHERE id IN (3, 4)")
         assert scene.settled(applying)
-        here, log = life(applying, "things"), scene.settings.log.path
+        here, log = managed_table(applying, "things"), scene.settings.log.path
         assert here.applied_position is not None
         assert here.schema is not None
         reader = applying._source.row_reader(60)
@@ -247,7 +247,7 @@ def test_a_table_that_begins_empty_has_no_letters_of_the_one_before_it(scene: Sc
         execute(scene.pipeline.url, BAD.format(3))
         assert scene.settled(applying)
         assert len(letters(scene)) == 1
-        shutil.rmtree(life(applying, "things").location.path)
+        shutil.rmtree(managed_table(applying, "things").location.path)
     mode = scene.settings.load.model_copy(update={"mode": "schema_only"})
     scene.settings = scene.settings.model_copy(update={"load": mode})
     with scene.loader() as applying:
@@ -265,7 +265,7 @@ def test_forgotten_letters_are_gone_and_the_row_stays(scene: Scene) -> None:
         assert scene.settled(applying)
         first, second = letters(scene)
         said = scene.pipeline.ask("dead-letters", "list", "public.things", "--forget", "--seq", str(first["seq"]))
-        assert said.stdout == "public.things: 1 letter dropped; the rows stay as they are\n"
+        assert said.stdout == "public.things: 1 dead letter dropped; the rows stay as they are\n"
         assert [letter["seq"] for letter in letters(scene)] == [second["seq"]]
         assert rows(applying)[3]["amount"] == 3
 
@@ -288,7 +288,7 @@ def test_without_letters_a_row_that_the_table_lacks_is_read_again_by_itself(scen
         scene.assert_equal(applying, "things")
         assert (rows(applying)[42]["large"], 40 in rows(applying)) == ("z" * 4000, False)
         wait_for_state(applying, "things", TableState.LIVE)
-        here = life(applying, "things")
+        here = managed_table(applying, "things")
         assert here.applied_position is not None
         spans = applying.registry.load_store.ahead_ranges(here.applied_position.load or "")
         assert spans
@@ -335,7 +335,7 @@ def test_a_load_that_stops_at_a_row_holds_nothing_at_the_source(scene: Scene) ->
     scene.settings = scene.settings.model_copy(update={"tables": tables})
     with scene.loader() as applying:
         wait_for_state(applying, "things", TableState.FAILED)
-        error = life(applying, "things").error
+        error = managed_table(applying, "things").error
         assert error is not None
         assert (error.code, DeadLetterStore(scene.settings.log.path, THINGS).has_any) == ("value-unfit", False)
         assert eventually(lambda: not temporary_slots(scene))
@@ -351,7 +351,7 @@ def temporary_slots(scene: Scene) -> list[Any]:
 
 def versions(applying: Local, key: int) -> list[tuple[Any, bool]]:
     """A row's amounts, oldest first, and which is current."""
-    table = life(applying, "things").location
+    table = managed_table(applying, "things").location
     found = [row for file in table.open().files() for row in pq.read_table(table.path / file).to_pylist()]
     mine = sorted((row for row in found if row["id"] == key), key=lambda row: (row["_valid_from"], row["_seq"]))
     return [(row["amount"], row["_current"]) for row in mine]
@@ -359,7 +359,7 @@ def versions(applying: Local, key: int) -> list[tuple[Any, bool]]:
 
 def test_a_history_goes_on_without_versions_that_do_not_fit_and_keeps_their_letters(scene: Scene) -> None:
     execute(scene.pipeline.url, BAD.format(3))
-    scene.reread().tables_are("mode: history")
+    scene.read_settings().set_tables("mode: history")
     with scene.loader() as applying:
         wait_for_state(applying, "things", TableState.LIVE)
         assert versions(applying, 3) == [], "a row that a load could not bring"
@@ -385,27 +385,27 @@ def test_a_history_goes_on_without_versions_that_do_not_fit_and_keeps_their_lett
         # A load finds the row as it is now, and never what it was in between.
         execute(scene.pipeline.url, BAD.format(5), "UPDATE things SET amount = 50 WHERE id = 5")
         assert scene.settled(applying)
-        load = life(applying, "things").last_load
+        load = managed_table(applying, "things").last_load
         scene.pipeline.ask("snapshot", "public.things")
-        assert eventually(lambda: life(applying, "things").last_load is not load)
+        assert eventually(lambda: managed_table(applying, "things").last_load is not load)
         assert scene.settled(applying)
         assert versions(applying, 5) == [(5, False), (50, True)]
         assert [one["passed"] for one in letters(scene)] == [True] * 4
-        assert "cannot be tried again" in scene.pipeline.ask("dead-letters", "replay").stdout
+        assert "cannot be replayed" in scene.pipeline.ask("dead-letters", "replay").stdout
 
 
 def test_a_row_that_does_not_fit_is_not_marked_as_deleted_when_its_table_is_loaded_again(scene: Scene) -> None:
     """A rewrite has the table carried over and loaded; what it holds of the row stays."""
-    scene.reread().tables_are("soft_delete: true")
+    scene.read_settings().set_tables("soft_delete: true")
     with scene.loader() as applying:
         wait_for_state(applying, "things", TableState.LIVE)
         execute(scene.pipeline.url, BAD.format(3), "DELETE FROM things WHERE id = 5")
         assert scene.settled(applying)
-        load = life(applying, "things").last_load
+        load = managed_table(applying, "things").last_load
         execute(scene.pipeline.url, "ALTER TABLE things ADD c serial")
-        assert eventually(lambda: life(applying, "things").last_load is not load)
+        assert eventually(lambda: managed_table(applying, "things").last_load is not load)
         assert scene.settled(applying)
-        assert life(applying, "things").state is TableState.LIVE
+        assert managed_table(applying, "things").state is TableState.LIVE
         found = rows(applying)
         assert sorted(key for key, row in found.items() if row["_deleted"]) == [5]
         assert (found[3]["amount"], found[3]["c"], found[4]["c"] is None) == (3, None, False)

@@ -91,5 +91,5 @@ def test_a_folder_that_is_not_the_demos_own_is_left_alone(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "tailrace.demo", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COME_SECONDS_MAX)
     assert done.returncode == 2
-    assert "not its own" in done.stderr
+    assert "no earlier demo created it" in done.stderr
     assert (tmp_path / "mine.txt").read_text() == "keep me"

@@ -16,6 +16,6 @@ def test_a_spark_without_a_connector_is_refused_with_the_next_step(database: str
     pipeline.file.write_text(pipeline.file.read_text() + "  engine: spark\n")
     done = pipeline.call("run", "--until-caught-up")
     assert done.returncode == ExitCode.CONFIG, done.stderr
-    assert "error: this version of Spark has no Delta connector that was tested (pyspark=4.3" in done.stderr
+    assert "error: this version of Spark has no tested Delta connector (pyspark=4.3" in done.stderr
     assert "hint: Install a pyspark that has one (4.1, 4.2)" in done.stderr
     assert not (pipeline.lake / "public" / "t").exists()

@@ -12,7 +12,7 @@ from deltalake import DeltaTable
 from tailrace.pipeline.report import TableState
 from tests.integration.conftest import server_version
 from tests.support.engines import IS_SPARK
-from tests.support.loads import Local, Scene, life
+from tests.support.loads import Local, Scene, managed_table
 from tests.support.pipelines import Pipeline, eventually, execute
 
 MADE = (
@@ -66,7 +66,7 @@ READ_AGAIN = {
     "add-volatile", "add-serial", "add-key-later", "widen", "narrow", "narrow-numeric", "retype",
     "retype-using", "retype-date", "key", "key-gone", "recreate",
 }  # fmt: skip
-"""What cannot be known without that: its rows were written anew, or it has another key."""
+"""What cannot be known without that: its rows were rewritten, or it has another key."""
 
 
 SETTLED_SECONDS_MAX = 1200 if IS_SPARK else 300
@@ -84,7 +84,7 @@ def settled(scene: Scene, applying: Local, *tables: str) -> bool:
     """Whether the tables are what the catalogue shows, and all that was committed is in them."""
 
     def is_so(table: str) -> bool:
-        now = life(applying, table)
+        now = managed_table(applying, table)
         shape = applying._source.describe([now.table])[now.table]
         assert now.state is not TableState.NEEDS_SNAPSHOT, "it is loaded by itself"
         there = now.schema == shape and now.schema is not None and now.schema.facts == shape.facts
@@ -101,7 +101,7 @@ def settled(scene: Scene, applying: Local, *tables: str) -> bool:
 
 def told(applying: Local, table: str) -> str:
     """Where a table stands that did not become what it should."""
-    now = life(applying, table)
+    now = managed_table(applying, table)
     owed = f"reload={now.reload_reason!r} pending={now.pending_schema} load={now.load_status}"
     return f"{table}: {now.state} {now.error!r} {owed}"
 
@@ -125,13 +125,13 @@ def test_after_an_alter_and_no_row_more(database: str, tmp_path: Path) -> None:
     make(database, *tables.values())
     with Scene(tmp_path, database, connections=2) as scene, scene.loader() as applying:
         assert scene.settled(applying)
-        loads = {table: life(applying, table).last_load for table in tables.values()}
+        loads = {table: managed_table(applying, table).last_load for table in tables.values()}
         for name, table in tables.items():
             run(database, table, ALTERS[name])
         assert settled(scene, applying, *tables.values())
         for name, table in tables.items():
             assert_equal(scene, table, *KEPT.get(name, ()))
-        again = {name for name, table in tables.items() if loads[table] != life(applying, table).last_load}
+        again = {name for name, table in tables.items() if loads[table] != managed_table(applying, table).last_load}
         # Since 18 a stored generated column is sent, and each row has a value of its own in it.
         assert again == READ_AGAIN | ({"add-generated"} if server_version() >= 18 else set())
 
@@ -161,12 +161,12 @@ def test_versions_that_nobody_applied_meanwhile_are_gone_through(database: str, 
                 f"UPDATE t SET id = {-number} WHERE id = {number - 80}",
                 f"DELETE FROM t WHERE id = {number - 70}",
             )
-            horizon, lives = applying._source.committed_until(), applying.registry
-            assert eventually(lambda: lives.refresh_index() and lives.index.position >= horizon), "captured"  # noqa: B023
+            horizon, registry = applying._source.committed_until(), applying.registry
+            assert eventually(lambda: registry.refresh_index() and registry.index.position >= horizon), "captured"  # noqa: B023
         with scene.loader() as applying:
             assert settled(scene, applying, "t")
             assert_equal(scene, "t", "b")
-        assert life(applying, "t").last_load is None, "nothing was read again"
+        assert managed_table(applying, "t").last_load is None, "nothing was read again"
 
 
 @pytest.mark.timeout(SETTLED_SECONDS_MAX + 480)
@@ -199,7 +199,7 @@ def test_what_would_be_done_is_told_and_nothing_is_touched(database: str, tmp_pa
     ]
     tables = {name: table_of(name) for name in names}
     make(database, *tables.values(), "changes", "stuck")
-    with Scene(tmp_path, database).tables_are("rules: {public.changes: {mode: append, columns: {c: d}}}") as scene:
+    with Scene(tmp_path, database).set_tables("rules: {public.changes: {mode: append, columns: {c: d}}}") as scene:
         with scene.loader() as applying:
             assert scene.settled(applying)
         scene.stop_capture()  # so that nobody publishes what is made again
@@ -218,7 +218,7 @@ def test_what_would_be_done_is_told_and_nothing_is_touched(database: str, tmp_pa
         assert {table["action"] for name, table in found.items() if "default" in name} == {"none"}
         added = found["t_add_constant"]
         assert (added["action"], added["steps"]) == ("apply", ["add c", "fill c with its default in every row"])
-        assert found["t_retype_using"]["why"] == "its rows were written anew"
+        assert found["t_retype_using"]["why"] == "its rows were rewritten"
         assert (found["t_rename"]["action"], found["t_rename"]["why"]) == ("stop", "renamed a to z")
         kept = "keep b, which the source no longer has"
         assert found["t_drop"]["steps"] == [kept]
@@ -228,13 +228,13 @@ def test_what_would_be_done_is_told_and_nothing_is_touched(database: str, tmp_pa
             f"{kept}, as b__dropped",
         ]
         assert found["t_widen_text"]["action"] == "apply"
-        assert found["t_widen_text"]["steps"] == ["note the new shape; no row changes"]
+        assert found["t_widen_text"]["steps"] == ["record the new schema; no row changes"]
         assert (found["t_widen_numeric"]["action"], found["t_widen_numeric"]["steps"]) == ("apply", ["widen n"])
         assert (found["t_recreate"]["action"], found["t_recreate"]["why"]) == ("refresh", "dropped and created again")
         assert (found["stuck"]["action"], found["stuck"]["why"]) == ("stop", "a value does not fit"), "not loaded anew"
         assert found["changes"]["steps"] == ["add d"], "a change did not bring what came later; under the lake's name"
         said = scene.pipeline.ask("evolve", "--dry-run").stdout
-        assert "public.t_retype_using: loaded anew: its rows were written anew\n" in said
+        assert "public.t_retype_using: reload: its rows were rewritten\n" in said
         assert "public.t_rename: stops: renamed a to z. `evolution.rename` is `stop` for it." in said
         assert "public.t_default: nothing to do\n" in said
         assert {table: lake_version(tmp_path, table) for table in tables.values()} == versions

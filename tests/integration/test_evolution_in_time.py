@@ -18,7 +18,7 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.apply import schema_watch
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.tables.managed_table import PendingSchema
-from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
+from tests.support.loads import Local, Scene, managed_table, once, rows_of, wait_for_state
 from tests.support.pipelines import eventually, execute
 
 PLAIN = ("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (0, 1)")
@@ -30,24 +30,24 @@ SPLIT = (
 
 def looked(applying: Local) -> None:
     """Wait until the catalogue has been compared, and what came of it is done."""
-    shapes = applying.load_scheduler._shapes
+    shapes = applying.load_scheduler._schema_watch
     for _ in range(2):  # one look may be under way
         before = shapes._due
         assert eventually(lambda: shapes._due > before), "it looks"  # noqa: B023
-    assert eventually(lambda: life(applying, "t").pending_schema is None)
+    assert eventually(lambda: managed_table(applying, "t").pending_schema is None)
 
 
 def look_no_more(applying: Local) -> None:
     """Have the look that comes be the last; the scene puts that back."""
-    looked_last = applying.load_scheduler._shapes._due
+    looked_last = applying.load_scheduler._schema_watch._due
     schema_watch.LOOK_SECONDS = 3600  # only now: a look that came before would be taken for the last one
-    assert eventually(lambda: applying.load_scheduler._shapes._due > looked_last + 3000)
+    assert eventually(lambda: applying.load_scheduler._schema_watch._due > looked_last + 3000)
 
 
 def all_equal(scene: Scene, applying: Local) -> None:
     looked(applying)
     scene.assert_equal(applying, "t")
-    assert life(applying, "t").state is TableState.LIVE
+    assert managed_table(applying, "t").state is TableState.LIVE
 
 
 def load_again(scene: Scene, applying: Local) -> None:
@@ -62,7 +62,7 @@ def test_what_was_seen_is_forgotten_once_rows_have_brought_more(database: str, t
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         all_equal(scene, applying)
         look_no_more(applying)  # from here on it is we who look
-        table = life(applying, "t")
+        table = managed_table(applying, "t")
         assert table.schema is not None
         execute(database, "ALTER TABLE t ADD c int")
         seen = applying._source.describe([table.table])[table.table]
@@ -141,7 +141,7 @@ def test_a_table_that_gets_a_key_is_loaded_anew_and_one_that_loses_its_own_stops
         all_equal(scene, applying)
         execute(database, "ALTER TABLE t DROP CONSTRAINT t_pkey")
         wait_for_state(applying, "t", TableState.FAILED)
-        error = life(applying, "t").error
+        error = managed_table(applying, "t").error
         assert error is not None
         assert "replica identity" in error.headline
         assert "tailrace snapshot" in error.hint
@@ -149,7 +149,7 @@ def test_a_table_that_gets_a_key_is_loaded_anew_and_one_that_loses_its_own_stops
         execute(database, "UPDATE t SET b = 'not told' WHERE id = 1", "ALTER TABLE t REPLICA IDENTITY FULL")
         assert "REPLICA IDENTITY FULL" in error.hint
         assert "tailrace retry" in error.hint
-        applying.registry.load_store.request_retry(life(applying, "t").table)
+        applying.registry.load_store.request_retry(managed_table(applying, "t").table)
         wait_for_state(applying, "t", TableState.LIVE)
         all_equal(scene, applying)
         execute(database, "ALTER TABLE t REPLICA IDENTITY DEFAULT")
@@ -165,7 +165,7 @@ def test_a_table_that_lost_its_identity_is_loaded_by_no_retry_and_no_start_unles
     with Scene(tmp_path, database) as scene:
         with scene.loader() as applying:
             all_equal(scene, applying)
-            table = life(applying, "t")
+            table = managed_table(applying, "t")
             execute(database, "ALTER TABLE t DROP CONSTRAINT t_pkey")
             wait_for_state(applying, "t", TableState.FAILED)
             inserts = applying._source.settings.publication_inserts
@@ -176,7 +176,7 @@ def test_a_table_that_lost_its_identity_is_loaded_by_no_retry_and_no_start_unles
             assert (table.state, len(applying.chunks)) == (TableState.FAILED, read)
         with scene.loader() as applying:
             wait_for_state(applying, "t", TableState.FAILED)
-            assert "replica identity" in str(life(applying, "t").error)
+            assert "replica identity" in str(managed_table(applying, "t").error)
             assert scene.settled(applying)
             assert not applying.chunks
             load_again(scene, applying)
@@ -188,7 +188,7 @@ def test_an_alter_while_a_load_waits_to_begin(database: str, tmp_path: Path, way
     with Scene(tmp_path, database, way=way) as scene, psycopg.connect(database) as writer:
         writer.execute("INSERT INTO other VALUES (1)")
         with scene.loader() as applying:
-            assert eventually(lambda: life(applying, "t").load_status is not None)
+            assert eventually(lambda: managed_table(applying, "t").load_status is not None)
             time.sleep(0.5)
             execute(
                 database,
@@ -294,13 +294,13 @@ def test_a_table_that_is_made_again_while_its_load_is_planned_waits_until_it_is_
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     execute(database, *PLAIN)
-    with Scene(tmp_path, database).tables_are("soft_delete: true") as scene, scene.loader() as applying:
+    with Scene(tmp_path, database).set_tables("soft_delete: true") as scene, scene.loader() as applying:
         assert scene.settled(applying)
-        table = life(applying, "t")
+        table = managed_table(applying, "t")
         scene.stop_capture()
         with monkeypatch.context() as patch:
             patch.setattr(
-                applying.load_scheduler._begins, "_published_only", lambda waiting: waiting
+                applying.load_scheduler._starter, "_published_only", lambda waiting: waiting
             )  # it was, when that was looked at
             execute(database, "DROP TABLE t", *PLAIN, "INSERT INTO t VALUES (5, 5)")
             assert scene.pipeline.ask("snapshot", "public.t").returncode == 0
@@ -318,7 +318,7 @@ def test_a_table_that_is_renamed_and_back_goes_on_after_a_snapshot(database: str
         all_equal(scene, applying)
         execute(database, "ALTER TABLE t RENAME TO u", "INSERT INTO u VALUES (2, 2)")
         wait_for_state(applying, "t", TableState.FAILED)
-        error = life(applying, "t").error
+        error = managed_table(applying, "t").error
         assert error is not None
         assert "renamed to public.u" in error.headline
         execute(database, "ALTER TABLE u RENAME TO t")
@@ -329,7 +329,7 @@ def test_a_partition_attached_to_a_table_that_is_written_to_all_the_time(databas
     execute(database, *SPLIT, "CREATE TABLE p2 (id int, d int, PRIMARY KEY (id, d))", "INSERT INTO p2 VALUES (7, 2)")
     with Scene(tmp_path, database, tables='["public.t"]') as scene, scene.loader() as applying:
         all_equal(scene, applying)
-        table = life(applying, "t")
+        table = managed_table(applying, "t")
         with table.lock:  # as if a long merge were under way
             execute(database, "ALTER TABLE t ATTACH PARTITION p2 FOR VALUES IN (2)")
             assert eventually(lambda: table.pending_schema is not None)
@@ -369,7 +369,7 @@ def test_what_was_written_while_a_table_had_no_identity_is_read_again(database: 
     execute(database, *PLAIN)
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         all_equal(scene, applying)
-        table = life(applying, "t").table
+        table = managed_table(applying, "t").table
         look_no_more(applying)  # all of it lies between two looks
 
         def published(where: str) -> bool:
@@ -382,7 +382,7 @@ def test_what_was_written_while_a_table_had_no_identity_is_read_again(database: 
         execute(database, "ALTER TABLE t ADD PRIMARY KEY (id)")
         assert eventually(lambda: published(settings.publication))
         schema_watch.LOOK_SECONDS = 0.3
-        applying.load_scheduler._shapes._due = 0.0
+        applying.load_scheduler._schema_watch._due = 0.0
         assert eventually(lambda: len(applying.chunks) > 1), "it is loaded anew"
         all_equal(scene, applying)
 
@@ -432,10 +432,10 @@ def test_a_table_that_a_micro_batch_has_left_is_swept_up(
         execute(database, "INSERT INTO t VALUES (1, 1)")
         horizon = applying._source.committed_until()
         assert eventually(lambda: applying.registry.refresh_index() > 0 and applying.registry.index.position >= horizon)
-        table = life(applying, "t")
+        table = managed_table(applying, "t")
         applying.advance_skipped()
         assert applying.registry.pending(table, applying.registry.index.last_commit), "nobody was asked to come so far"
-        applying._called_for = applying.registry.index.last_commit
+        applying._target_commit = applying.registry.index.last_commit
         applying.advance_skipped()
         assert not applying.registry.pending(table, applying.registry.index.last_commit)
         scene.assert_equal(applying, "t")

@@ -26,7 +26,7 @@ from tailrace.pipeline.loads.history_catch_up import plan_carry_over
 from tailrace.pipeline.report import TableEvolution, TableState
 from tailrace.tasks.work import Outcome, RefreshWork
 from tests.integration.test_evolution import SETTLED_SECONDS_MAX, run, settled
-from tests.support.loads import Local, Scene, life, wait_for_state
+from tests.support.loads import Local, Scene, managed_table, wait_for_state
 from tests.support.pipelines import eventually, execute, lose_the_slot
 
 Row = dict[str, Any]
@@ -168,7 +168,7 @@ OWN = {"_op", "_current", "_deleted"}
 
 
 def in_lake(applying: Local, table: str) -> list[Row]:
-    frame = pl.read_delta(str(life(applying, table).location.path))
+    frame = pl.read_delta(str(managed_table(applying, table).location.path))
     names = [name for name in frame.columns if not name.startswith("_") or name in OWN]
     return frame.select(names).to_dicts()
 
@@ -190,7 +190,7 @@ def assert_told(applying: Local, accounts: dict[str, Account]) -> None:
 def assert_in_time(applying: Local, table: str) -> None:
     """Versions of a row follow one another, and none begins before the one before."""
     columns = ("id", "_seq", "_valid_from", "_valid_to", "_current")
-    rows = pl.read_delta(str(life(applying, table).location.path)).select(columns).rows()
+    rows = pl.read_delta(str(managed_table(applying, table).location.path)).select(columns).rows()
     for key in {row[0] for row in rows}:
         mine = sorted((row for row in rows if row[0] == key), key=lambda row: (row[2], row[4], row[1]))
         for one, two in itertools.pairwise(mine):
@@ -221,7 +221,7 @@ def begin(database: str, scene: Scene, applying: Local, tables: list[str]) -> di
 @pytest.mark.timeout(SETTLED_SECONDS_MAX + 480)
 def test_the_past_stays_through_every_alter_with_and_without_rows_after_it(database: str, tmp_path: Path) -> None:
     tables = make(database, *ALTERS)
-    with Scene(tmp_path, database, connections=2).tables_are(f"rules: {{{RULES}}}") as scene:
+    with Scene(tmp_path, database, connections=2).set_tables(f"rules: {{{RULES}}}") as scene:
         with scene.loader() as applying:
             accounts = begin(database, scene, applying, tables)
             assert scene.settled(applying)
@@ -236,7 +236,7 @@ def test_the_past_stays_through_every_alter_with_and_without_rows_after_it(datab
                 assert told[table].action == ("refresh" if altered.reads else "apply"), told[table]
             assert_told(applying, accounts)
             assert told["h_widen"].steps == (COMPARED,)
-            assert told["a_narrow"].steps == ("begin a anew, and keep what it was beside it", ADDED_AGAIN)
+            assert told["a_narrow"].steps == ("start a empty, and keep its old values in another column", ADDED_AGAIN)
             assert told["s_several"].steps == ("rename a to z", "keep b, which the source no longer has", COMPARED)
             for table, account in accounts.items():
                 account.put(updated(database, table, account), "update")
@@ -264,7 +264,7 @@ def dry_run(scene: Scene) -> dict[str, TableEvolution]:
 def test_changes_between_two_alters_are_applied_in_the_shape_they_have(database: str, tmp_path: Path) -> None:
     """While nobody applies: what the log has comes first, each change once, and the load after it."""
     tables = make(database, "t")
-    with Scene(tmp_path, database).tables_are(f"rules: {{{RULES}}}") as scene:
+    with Scene(tmp_path, database).set_tables(f"rules: {{{RULES}}}") as scene:
         with scene.loader() as applying:
             accounts = begin(database, scene, applying, tables)
             assert scene.settled(applying)
@@ -292,7 +292,7 @@ def test_what_the_log_has_of_a_table_from_before_it_was_made_again_is_not_passed
     database: str, tmp_path: Path
 ) -> None:
     tables = make(database, "again")
-    with Scene(tmp_path, database).tables_are(f"rules: {{{RULES}}}") as scene:
+    with Scene(tmp_path, database).set_tables(f"rules: {{{RULES}}}") as scene:
         with scene.loader() as applying:
             accounts = begin(database, scene, applying, tables)
             assert scene.settled(applying)
@@ -321,7 +321,7 @@ def test_what_cannot_be_known_by_its_key_any_more_stops_and_is_whole(database: s
         "short": "ALTER TABLE {t} ALTER id TYPE smallint",
     }
     tables = make(database, *alters)
-    with Scene(tmp_path, database).tables_are(f"rules: {{{RULES}}}") as scene:
+    with Scene(tmp_path, database).set_tables(f"rules: {{{RULES}}}") as scene:
         with scene.loader() as applying:
             accounts = begin(database, scene, applying, tables)
             assert scene.settled(applying)
@@ -332,7 +332,7 @@ def test_what_cannot_be_known_by_its_key_any_more_stops_and_is_whole(database: s
         with scene.loader() as applying:
             for table in stopped:
                 wait_for_state(applying, table, TableState.FAILED)
-                error = life(applying, table).error
+                error = managed_table(applying, table).error
                 assert error is not None
                 assert (error.code, "another `name`" in error.hint) == ("schema-changed", True)
                 assert told[table].action == "stop"
@@ -350,7 +350,7 @@ def test_columns_that_come_and_go_with_a_truncate_or_without_a_key_stop_nothing(
     tables = make(database, "t")
     execute(database, "CREATE TABLE a_keyless (x int, y int)", "ALTER TABLE a_keyless REPLICA IDENTITY FULL")
     execute(database, "INSERT INTO a_keyless VALUES (1, 2)")
-    with Scene(tmp_path, database).tables_are(f"rules: {{{RULES}}}") as scene, scene.loader() as applying:
+    with Scene(tmp_path, database).set_tables(f"rules: {{{RULES}}}") as scene, scene.loader() as applying:
         accounts = begin(database, scene, applying, tables)
         assert scene.settled(applying)
         for table in tables:  # the new file may be the ALTER's or the TRUNCATE's, so the rows are not trusted
@@ -373,14 +373,14 @@ def test_columns_that_come_and_go_with_a_truncate_or_without_a_key_stop_nothing(
 def test_a_load_that_is_owed_is_made_after_a_crash(database: str, tmp_path: Path) -> None:
     """The table has the new columns, and nobody has told it what the source made of its rows."""
     tables = make(database, "t")
-    with Scene(tmp_path, database).tables_are(f"rules: {{{RULES}}}") as scene:
+    with Scene(tmp_path, database).set_tables(f"rules: {{{RULES}}}") as scene:
         with scene.loader() as applying:
             accounts = begin(database, scene, applying, tables)
             assert scene.settled(applying)
             source = applying._source
         for table in tables:
             run(database, table, ALTERS["using"].sql)
-            found = life(applying, table)
+            found = managed_table(applying, table)
             now = source.describe([found.table])[found.table]
             carried = plan_carry_over(applying.registry, found, now, asked=False)
             assert carried is not None
@@ -405,7 +405,7 @@ def test_a_load_that_is_owed_for_what_was_lost_is_made_though_the_table_has_come
         return Outcome(table=work.schema.table, error=TableUnusable("the disk is full", hint="Make room."))
 
     scene = Scene(tmp_path, database, mode="when_needed")
-    scene.tables_are(f"rules: {{{RULES}}}", f"evolution: {{rewrite: {rewrite}}}")
+    scene.set_tables(f"rules: {{{RULES}}}", f"evolution: {{rewrite: {rewrite}}}")
     with scene, scene.loader() as applying:
         accounts = begin(database, scene, applying, tables)
         assert scene.settled(applying)
@@ -432,7 +432,7 @@ def test_a_load_that_is_owed_for_what_was_lost_is_made_though_the_table_has_come
 def test_a_person_who_has_a_stopped_table_loaded_keeps_the_past_where_it_can_be(database: str, tmp_path: Path) -> None:
     tables = make(database, "t")
     lines = (f"rules: {{{RULES}}}", "evolution: {retype: stop, rewrite: stop}")
-    with Scene(tmp_path, database).tables_are(*lines) as scene, scene.loader() as applying:
+    with Scene(tmp_path, database).set_tables(*lines) as scene, scene.loader() as applying:
         accounts = begin(database, scene, applying, tables)
         assert scene.settled(applying)
         for table in tables:
@@ -457,17 +457,17 @@ def test_a_load_in_a_shape_of_before_begins_again(database: str, tmp_path: Path)
             assert eventually(has_c)
 
     def has_c() -> bool:
-        shape = life(applying, "s_t").schema
+        shape = managed_table(applying, "s_t").schema
         return shape is not None and "c" in shape.names
 
-    scene = Scene(tmp_path, database).tables_are(f"rules: {{{RULES}}}")
+    scene = Scene(tmp_path, database).set_tables(f"rules: {{{RULES}}}")
     with scene, scene.loader(before=lambda _: alter()) as applying:
         accounts = begin(database, scene, applying, ["s_t"])
         assert scene.settled(applying)
-        load = life(applying, "s_t").last_load
+        load = managed_table(applying, "s_t").last_load
         asked.set()
         scene.pipeline.ask("snapshot", "public.s_t")
-        assert eventually(lambda: life(applying, "s_t").last_load is not load)
+        assert eventually(lambda: managed_table(applying, "s_t").last_load is not load)
         assert settled(scene, applying, "s_t")
         accounts["s_t"].alter(ALTERS["add"], in_source(database, "s_t"))
         assert_told(applying, accounts)

@@ -11,7 +11,7 @@ from tailrace.errors import SchemaChanged
 from tailrace.pipeline.report import TableState
 from tests.integration.test_evolution import ALTERS, SETTLED_SECONDS_MAX, assert_equal, make, run, settled
 from tests.support.engines import rows_of
-from tests.support.loads import Scene, life
+from tests.support.loads import Scene, managed_table
 from tests.support.pipelines import eventually
 
 NARROWED = {
@@ -22,7 +22,7 @@ NARROWED = {
 STOPS = {
     "key_stop": ("{key: stop}", ALTERS["key"], "key", "another key"),
     "recreate_stop": ("{recreate: stop}", ALTERS["recreate"], "recreate", "dropped and created again"),
-    "rewrite_stop": ("{rewrite: stop}", ALTERS["retype-using"], "rewrite", "its rows were written anew"),
+    "rewrite_stop": ("{rewrite: stop}", ALTERS["retype-using"], "rewrite", "its rows were rewritten"),
     "retype_stop": ("{retype: stop}", ALTERS["retype"], "retype", "retyped a"),
     "narrow_untold": ("{retype: stop}", ALTERS["narrow"], "retype", "narrowed a"),
     "narrow_unwidened": ("{widen: stop}", NARROWED["varchar"], "widen", "narrowed v"),
@@ -49,7 +49,7 @@ def test_each_table_does_what_its_own_policy_says_and_goes_on_once_that_is_anoth
 ) -> None:
     make(database, *DONE)
     rules = ", ".join(f'"public.{table}": {{evolution: {said}}}' for table, (said, _) in DONE.items())
-    with Scene(tmp_path, database, connections=2).tables_are(f"rules: {{{rules}}}") as scene:
+    with Scene(tmp_path, database, connections=2).set_tables(f"rules: {{{rules}}}") as scene:
         with scene.loader() as applying:
             assert scene.settled(applying)
         for table in DONE:
@@ -71,10 +71,10 @@ def test_each_table_does_what_its_own_policy_says_and_goes_on_once_that_is_anoth
             assert settled(scene, applying, *LOADED, *APPLIED)
             for table in (*LOADED, *APPLIED):
                 assert_equal(scene, table)
-                assert (life(applying, table).last_load is not None) == (table in LOADED)
+                assert (managed_table(applying, table).last_load is not None) == (table in LOADED)
             assert "b" not in rows_of(tmp_path / "lake" / "public" / "drop_apply").column_names
             for table, (_, _, _, why) in STOPS.items():
-                stopped = life(applying, table)
+                stopped = managed_table(applying, table)
                 assert eventually(lambda: stopped.state is TableState.FAILED), stopped  # noqa: B023
                 assert isinstance(stopped.error, SchemaChanged)
                 assert stopped.error.fields["change"] == why
@@ -82,7 +82,7 @@ def test_each_table_does_what_its_own_policy_says_and_goes_on_once_that_is_anoth
                 assert sorted((row["id"], row["e"]) for row in rows) == [
                     (number, 1 if number < 20 else None) for number in range(1, 51)
                 ], f"all of before is in {table}, and nothing of after"
-        with scene.tables_are().loader() as applying:
+        with scene.set_tables().loader() as applying:
             assert settled(scene, applying, *DONE)
             for table in STOPS:
                 assert_equal(scene, table)
@@ -94,11 +94,11 @@ def test_digits_of_a_second_that_are_taken_away_stop_a_table_that_is_to_stop_at_
     make(database, "t")
     added, narrowed = NARROWED["time"].split("; ")
     run(database, "t", added)
-    with Scene(tmp_path, database).tables_are("evolution: {narrow: stop}") as scene, scene.loader() as applying:
+    with Scene(tmp_path, database).set_tables("evolution: {narrow: stop}") as scene, scene.loader() as applying:
         assert scene.settled(applying)
         run(database, "t", "UPDATE {t} SET w = '2026-01-02 03:04:05.678'; " + narrowed)
-        assert eventually(lambda: life(applying, "t").state is TableState.FAILED)
-        error = life(applying, "t").error
+        assert eventually(lambda: managed_table(applying, "t").state is TableState.FAILED)
+        error = managed_table(applying, "t").error
         assert isinstance(error, SchemaChanged)
         assert error.fields["change"] == "narrowed w"
 
@@ -107,12 +107,12 @@ def test_a_table_that_is_made_again_beside_a_running_pipeline_stops_if_it_is_to(
     """It is published anew, and what was not published for a while is loaded anew otherwise."""
     made = {"filled": ALTERS["recreate"], "empty": "DROP TABLE {t}; CREATE TABLE {t} (id int PRIMARY KEY, a text)"}
     make(database, *made)
-    with Scene(tmp_path, database).tables_are("evolution: {recreate: stop}") as scene, scene.loader() as applying:
+    with Scene(tmp_path, database).set_tables("evolution: {recreate: stop}") as scene, scene.loader() as applying:
         assert scene.settled(applying)
         for table, statements in made.items():
             run(database, table, statements)
         for table in made:
-            found = life(applying, table)
+            found = managed_table(applying, table)
             assert eventually(lambda: found.state is TableState.FAILED), found  # noqa: B023
             assert isinstance(found.error, SchemaChanged)
             assert found.error.fields["change"] == "dropped and created again"

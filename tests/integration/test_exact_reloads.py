@@ -12,7 +12,7 @@ import pytest
 from tailrace.pipeline.report import TableState
 from tailrace.tasks.work import ChunkWork
 from tests.integration.test_modes import EVERY, make, rows
-from tests.support.loads import Local, Scene, life, wait_for_state
+from tests.support.loads import Local, Scene, managed_table, wait_for_state
 from tests.support.pipelines import eventually, execute
 
 NAMES = ("h", "a")
@@ -51,12 +51,12 @@ def test_what_comes_while_a_table_is_read_again_is_there_once(database: str, tmp
             change(database, name)
             scene.wait_for_capture()
 
-    with Scene(tmp_path, database).tables_are(*EVERY) as scene, scene.loader(before=before) as applying:
+    with Scene(tmp_path, database).set_tables(*EVERY) as scene, scene.loader(before=before) as applying:
         assert scene.settled(applying)
-        loads = {name: life(applying, name).last_load for name in NAMES}
+        loads = {name: managed_table(applying, name).last_load for name in NAMES}
         armed.set()
         scene.pipeline.ask("snapshot", *(f"public.{name}" for name in NAMES))
-        assert eventually(lambda: all(life(applying, name).last_load is not loads[name] for name in NAMES))
+        assert eventually(lambda: all(managed_table(applying, name).last_load is not loads[name] for name in NAMES))
         assert scene.settled(applying)
         versions, changes = content(applying)
         assert versions == VERSIONS
@@ -66,7 +66,7 @@ def test_what_comes_while_a_table_is_read_again_is_there_once(database: str, tmp
 
 def test_what_the_log_has_when_a_table_is_read_again_is_not_passed_over(database: str, tmp_path: Path) -> None:
     make(database, *NAMES)
-    with Scene(tmp_path, database).tables_are(*EVERY) as scene:
+    with Scene(tmp_path, database).set_tables(*EVERY) as scene:
         with scene.loader() as applying:
             assert scene.settled(applying)
         for name in NAMES:
@@ -74,7 +74,7 @@ def test_what_the_log_has_when_a_table_is_read_again_is_not_passed_over(database
         scene.wait_for_capture()
         scene.pipeline.ask("snapshot", *(f"public.{name}" for name in NAMES))
         with scene.loader() as applying:
-            assert eventually(lambda: all(life(applying, name).last_load for name in NAMES))
+            assert eventually(lambda: all(managed_table(applying, name).last_load for name in NAMES))
             assert scene.settled(applying)
             versions, changes = content(applying)
             assert versions == VERSIONS
@@ -84,7 +84,7 @@ def test_what_the_log_has_when_a_table_is_read_again_is_not_passed_over(database
 def test_what_was_written_after_a_rewrite_is_not_passed_over(database: str, tmp_path: Path) -> None:
     """A rewrite makes the table be loaded anew by itself; the log has what was written before that."""
     make(database, *NAMES)
-    with Scene(tmp_path, database).tables_are(*EVERY) as scene:
+    with Scene(tmp_path, database).set_tables(*EVERY) as scene:
         with scene.loader() as applying:
             assert scene.settled(applying)
         for name in NAMES:
@@ -92,7 +92,7 @@ def test_what_was_written_after_a_rewrite_is_not_passed_over(database: str, tmp_
             change(database, name)
         scene.wait_for_capture()
         with scene.loader() as applying:
-            assert eventually(lambda: all(life(applying, name).last_load for name in NAMES))
+            assert eventually(lambda: all(managed_table(applying, name).last_load for name in NAMES))
             assert scene.settled(applying)
             versions, changes = content(applying)
             assert [row for row in versions if row[0] == 7] == [(7, 7, False)]
@@ -105,7 +105,7 @@ def test_what_was_written_after_a_rewrite_is_not_passed_over(database: str, tmp_
 def test_what_the_log_has_after_a_stop_is_not_passed_over(database: str, tmp_path: Path, stopped: bool) -> None:
     """A policy stops the table, or is about to; changes of the new shape follow, and a person has it loaded."""
     make(database, *NAMES)
-    with Scene(tmp_path, database).tables_are(*EVERY, "evolution: {retype: stop, rewrite: stop}") as scene:
+    with Scene(tmp_path, database).set_tables(*EVERY, "evolution: {retype: stop, rewrite: stop}") as scene:
         with scene.loader() as applying:
             assert scene.settled(applying)
         for name in NAMES:
@@ -118,7 +118,7 @@ def test_what_the_log_has_after_a_stop_is_not_passed_over(database: str, tmp_pat
             for name in NAMES if stopped else ():
                 wait_for_state(applying, name, TableState.FAILED)
                 scene.pipeline.ask("snapshot", f"public.{name}")
-            assert eventually(lambda: all(life(applying, name).last_load for name in NAMES))
+            assert eventually(lambda: all(managed_table(applying, name).last_load for name in NAMES))
             assert scene.settled(applying)
             versions, changes = content(applying)
             assert versions == VERSIONS

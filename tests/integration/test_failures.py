@@ -107,12 +107,12 @@ def test_what_the_settings_forbid_is_not_created(database: str, tmp_path: Path) 
     execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
     extra = "  slot: {name: mine, create: false}\n  publication: {name: mine, create: false}\n"
     pipeline = Pipeline(tmp_path, database, extra=extra)
-    refused(pipeline, 3, "publication is not there", 'CREATE PUBLICATION "mine" FOR TABLE "public"."t"')
+    refused(pipeline, 3, "publication does not exist", 'CREATE PUBLICATION "mine" FOR TABLE "public"."t"')
     execute(database, "CREATE PUBLICATION mine FOR TABLE t")
-    refused(pipeline, 3, "slot is not there", "pg_create_logical_replication_slot('mine', 'pgoutput')")
+    refused(pipeline, 3, "slot does not exist", "pg_create_logical_replication_slot('mine', 'pgoutput')")
     execute(database, "SELECT pg_create_logical_replication_slot('mine', 'pgoutput')", "INSERT INTO t VALUES (1)")
     assert pipeline.call("capture", "--until-caught-up").returncode == 0
-    assert pipeline.call("drop", "--yes").stdout.strip() == "there was nothing to remove"
+    assert pipeline.call("drop", "--yes").stdout.strip() == "nothing to remove"
 
 
 def test_a_changed_or_poisoned_table_fails_alone_and_loses_nothing(database: str, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_applying_what_nobody_captures_says_so_and_keeps_what_it_has_read(databa
     execute(database, "UPDATE t SET x = 'c' WHERE id = 1")
     done = pipeline.call("apply", "--until-caught-up")
     assert done.returncode == 4, done.stderr
-    assert "nobody captures" in done.stderr
+    assert "no capture runs" in done.stderr
     assert "Start `tailrace capture FILE`" in done.stderr
     pipeline.catch_up()
     pipeline.assert_equal("t")

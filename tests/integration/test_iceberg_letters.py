@@ -1,6 +1,6 @@
 """Changes that an Iceberg table cannot take: set aside by tasks that cannot ask it, and put right by a job.
 
-What is the same for every table is asked in `tests/unit/spark/test_setting_aside.py`, which `make engines` runs for
+What is the same for every table is asked in `tests/unit/tasks/test_apply_with_dead_letters.py`, which `make engines` runs for
 Iceberg too.
 """
 
@@ -17,7 +17,7 @@ from tailrace.tasks.keyed_replay import RefetchWork, ReplayRowsWork, replay_rows
 from tests.support.changes import SHOP, insert, move, update
 from tests.support.engines import only_iceberg, spark_engine
 from tests.support.quiet import Quiet
-from tests.unit.spark.test_folding_forms import pending
+from tests.unit.tasks.test_fold_files_by_mode import pending
 
 pytestmark = only_iceberg
 
@@ -26,7 +26,7 @@ BIG = ("big",)
 
 def test_what_cannot_be_taken_is_set_aside_and_put_right_by_spark(tmp_path: Path) -> None:
     form = "soft_delete: true, partition_by: [name], rules: {public.things: {columns: {id: key}}}"
-    quiet = Quiet(tmp_path, on_bad_row="dead-letter", form=form, table_format="iceberg")
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter", spec=form, table_format="iceberg")
     quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in (1, 2, 3)])
     changes = [
         update(1, unfit=("n",)),
@@ -40,10 +40,12 @@ def test_what_cannot_be_taken_is_set_aside_and_put_right_by_spark(tmp_path: Path
     (outcome,) = spark_engine().run(advance_table, [work])
     assert (outcome.error, outcome.dead_letters) == (None, 4)
     assert numbers(quiet) == {1: 0, 2: 2, 3: 0, 4: 3}
-    asked = RefetchWork(log=work.log, schema=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
+    asked = RefetchWork(
+        log=work.log, schema=SHOP, expected=quiet.applied_position, reader=SnapshotReader("", None, None)
+    )
     now = pa.Table.from_pylist([{"id": 1, "name": "now", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
     keyed_replay._store_refetched(asked, now, [1], {})
-    deliver = ReplayRowsWork(log=work.log, location=work.location, schema=SHOP, expected=quiet.cursor)
+    deliver = ReplayRowsWork(log=work.log, location=work.location, schema=SHOP, expected=quiet.applied_position)
     (done,) = spark_engine().run(replay_rows, [deliver])
     assert (done.error, done.rows, done.dead_letters) == (None, 1, 3)
     assert done.version == work.location.open_for_reading().version()

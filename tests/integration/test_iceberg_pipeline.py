@@ -111,7 +111,7 @@ def test_a_pipeline_keeps_iceberg_tables_through_its_life(database: str, tmp_pat
     shutil.rmtree(pipeline.lake / "public" / "orders")
     done = pipeline.call("rebuild", "public.orders")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "rebuilt from the seed kept of its last load" in done.stdout
+    assert "rebuilt from the kept files of its last load" in done.stdout
     assert_equal(pipeline, database, "orders")
     execute(database, "UPDATE orders SET n = n + 1")
     pipeline.catch_up()

@@ -48,9 +48,9 @@ STEPS = ([update(1, unchanged=BIG, n=1)], [insert(4, name="n4", n=4), delete(2)]
 
 def loaded(folder: Path, form: str = "") -> Quiet:
     """A table that a load of three rows made, of which a seed is kept."""
-    made = Quiet(folder, form=form, table_format="iceberg")
+    made = Quiet(folder, spec=form, table_format="iceberg")
     made.diary.commit()
-    made.load_anew(ROWS, "first")
+    made.reload(ROWS, "first")
     made.keep("first")
     return made
 
@@ -110,10 +110,10 @@ def test_a_table_that_others_changed_is_as_it_was_and_goes_on(tmp_path: Path, wh
     whole, newest = quiet.rows(), versions(quiet)[-1]
     run_sql(quiet, WRECKED[what])
     with pytest.raises((ForeignWrite, TableUnusable)):
-        quiet.cursor  # noqa: B018 - asking for it is the question
+        quiet.applied_position  # noqa: B018 - asking for it is the question
     found = rebuilt(quiet)
     assert (found.base, found.base_version, found.changes, found.rows) == ("version", newest, 0, 3)
-    assert (quiet.rows(), quiet.cursor.position) == (whole, quiet.diary.writer.position)
+    assert (quiet.rows(), quiet.applied_position.position) == (whole, quiet.diary.writer.position)
     quiet.commit(update(5, unchanged=BIG, n=6))
     assert [outcome.error for outcome in quiet.apply()] == [None]
     assert (quiet.ns(), quiet.rows()[5]["big"]) == ({1: 1, 4: 4, 5: 6}, "x" * 50)
@@ -148,7 +148,7 @@ def test_what_the_log_has_since_comes_too_and_versions_of_before_can_still_be_re
     assert held >= {*before}
     assert rebuilt(quiet).base_version == found.version, "the newest is the one that the rebuild made"
     upkeep = UpkeepPlan(file_bytes=1 << 20, remove_after_seconds=0.0)
-    iceberg_table(quiet.place).compact(upkeep, quiet.cursor)
+    iceberg_table(quiet.location).compact(upkeep, quiet.applied_position)
     assert (versions(quiet)[:1] == before[:1], quiet.ns()) == (False, {4: 4, 5: 5, 9: 9}), "old snapshots can go"
 
 
@@ -168,9 +168,9 @@ def test_a_table_of_an_earlier_position_goes_on_from_there(tmp_path: Path) -> No
     whole, newest = quiet.rows(), versions(quiet)[-1]
     found = rebuilt(quiet, to=first)
     assert (found.base_version != newest, found.changes) == (True, 1)
-    assert (quiet.ns(), quiet.cursor.position) == ({1: 1, 4: 100, 5: 5}, first)
+    assert (quiet.ns(), quiet.applied_position.position) == ({1: 1, 4: 100, 5: 5}, first)
     quiet.apply()
-    assert (quiet.rows(), quiet.cursor.position) == (whole, second)
+    assert (quiet.rows(), quiet.applied_position.position) == (whole, second)
 
 
 def test_a_change_of_shape_is_made_again_and_one_that_only_a_load_brings_is_refused(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_change_of_shape_is_made_again_and_one_that_only_a_load_brings_is_refu
     assert (quiet.rows(), before[1]["name"]) == (before, "n1"), "what the source dropped is kept"
     quiet.commit(insert(7, added=True), schema=WIDER)  # nothing is known of the new column's default
     files, newest = sorted(place(quiet).rglob("*")), versions(quiet)[-1]
-    with pytest.raises(SchemaChanged, match="the log alone does not bring the table over a change of its shape"):
+    with pytest.raises(SchemaChanged, match="the log alone cannot carry the table over a schema change"):
         rebuilt(quiet)
     assert (versions(quiet)[-1], sorted(place(quiet).rglob("*"))) == (newest, files), "nothing was touched, or left"
 
@@ -224,7 +224,7 @@ def test_removed_files_are_noticed_and_the_seed_is_the_base(tmp_path: Path) -> N
     whole = quiet.rows()
     for file in (place(quiet) / "data").rglob("*.parquet"):
         file.unlink()
-    with pytest.raises(ConfigError, match="files of it were removed"):
+    with pytest.raises(ConfigError, match="some of its files were removed"):
         rebuilt(quiet, version=versions(quiet)[-1])
     found = rebuilt(quiet)
     assert (found.base, found.base_version, found.base_rows, found.changes) == ("seed", None, 3, 5)
@@ -236,12 +236,12 @@ def test_removed_files_are_noticed_and_the_seed_is_the_base(tmp_path: Path) -> N
 @pytest.mark.parametrize("form", ["", "mode: history", "mode: append", "partition_by: [name]"])
 def test_a_table_whose_folder_is_gone_is_what_it_was_and_goes_on(tmp_path: Path, form: str) -> None:
     quiet = changed(loaded(tmp_path, form))
-    before, cursor = sorted_rows(quiet), quiet.cursor
+    before, cursor = sorted_rows(quiet), quiet.applied_position
     shutil.rmtree(place(quiet))
     found = rebuilt(quiet)
     assert (found.base, found.base_version, found.base_rows, found.changes) == ("seed", None, 3, 5)
-    assert (sorted_rows(quiet), quiet.cursor.load) == (before, "first")
-    assert quiet.cursor.covers(cursor)
+    assert (sorted_rows(quiet), quiet.applied_position.load) == (before, "first")
+    assert quiet.applied_position.covers(cursor)
     quiet.commit(delete(1), insert(9, name="n9", n=9))
     assert [outcome.error for outcome in quiet.apply()] == [None]
     assert rebuilt(quiet).base == "version"
@@ -252,7 +252,7 @@ def test_a_seed_of_a_chunked_load_is_brought_to_one_moment_and_no_value_is_made_
     quiet = Quiet(tmp_path, table_format="iceberg")
     quiet.diary.commit()
     rows = [ROWS[0], ROWS[1] | {"n": 2}, ROWS[2]]
-    quiet.load_anew(rows, "first", passed=Lsn(quiet.diary.writer.position.value + 300))
+    quiet.reload(rows, "first", ahead_until=Lsn(quiet.diary.writer.position.value + 300))
     quiet.keep("first")
     shutil.rmtree(place(quiet))
     middle = quiet.commit(update(2, unchanged=BIG, n=1), update(1, n=1))
@@ -267,12 +267,12 @@ def test_a_seed_of_a_chunked_load_is_brought_to_one_moment_and_no_value_is_made_
 def test_values_that_only_the_source_could_tell_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
     quiet = Quiet(tmp_path, table_format="iceberg")
     quiet.diary.commit()
-    quiet.load_anew(ROWS, "first", passed=Lsn(quiet.diary.writer.position.value + 100))
+    quiet.reload(ROWS, "first", ahead_until=Lsn(quiet.diary.writer.position.value + 100))
     quiet.keep("first")
     shutil.rmtree(place(quiet))
     # The row of key 3 that was read may be another than the one that moves: a rebuild cannot tell.
     quiet.commit(*move(3, 5, unchanged=BIG, n=5), insert(3, big="other"))
-    with pytest.raises(BaseRowMissing, match="values that only the source can tell"):
+    with pytest.raises(BaseRowMissing, match="a rebuild cannot read the source"):
         rebuilt(quiet)
     assert not place(quiet).exists()
 
@@ -282,22 +282,24 @@ def test_where_nothing_is_kept_a_missing_table_is_refused(tmp_path: Path) -> Non
     quiet.load(ROWS)
     quiet.commit(update(1, n=1))
     shutil.rmtree(place(quiet))
-    with pytest.raises(LogTrimmed, match="no lake table, and nothing is kept of a load of it") as refused:
+    with pytest.raises(LogTrimmed, match="no lake table, and no kept load of it") as refused:
         rebuilt(quiet)
-    assert "`tailrace run FILE` loads it" in refused.value.hint
+    assert "Run `tailrace run FILE`" in refused.value.hint
     assert not place(quiet).exists()
 
 
 def test_a_load_that_writes_only_what_differs_leaves_the_seed_of_before(tmp_path: Path) -> None:
     quiet = loaded(tmp_path, "soft_delete: true")
-    shape = quiet.place.open_for_reading().schema()
+    shape = quiet.location.open_for_reading().schema()
     assert shape is not None
     seeds = LoadStore(quiet.settings.log.path)
     seeds.folder("second").mkdir(parents=True)
-    seeds.record_commit("second", quiet.cursor.position)
-    iceberg_table(quiet.place).merge_load(shape, [], quiet.cursor, replace(quiet.cursor, load="second"))
+    seeds.record_commit("second", quiet.applied_position.position)
+    iceberg_table(quiet.location).merge_load(
+        shape, [], quiet.applied_position, replace(quiet.applied_position, load="second")
+    )
     quiet.keep("second")
-    (kept,) = KeptLoadStore(quiet.settings.tables.path, quiet.lives().log.log_id).of(THINGS)
+    (kept,) = KeptLoadStore(quiet.settings.tables.path, quiet.registry().log.log_id).of(THINGS)
     assert kept.commit_record.applied_position.load == "first"
 
 
@@ -309,8 +311,8 @@ def test_where_the_disk_knows_no_links_a_seed_is_copied_if_that_is_wished(
 
     quiet = Quiet(tmp_path, table_format="iceberg")
     quiet.diary.commit()
-    quiet.load_anew(ROWS, "first")
-    kept = KeptLoadStore(quiet.settings.tables.path, quiet.lives().log.log_id)
+    quiet.reload(ROWS, "first")
+    kept = KeptLoadStore(quiet.settings.tables.path, quiet.registry().log.log_id)
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", no_links)
         quiet.keep("first")
@@ -329,13 +331,13 @@ def test_a_table_that_was_dropped_from_its_catalog_is_listed_again(tmp_path: Pat
     with rest_catalog(session(), tmp_path / "rest.db") as uri:
         said = f"type: rest, uri: {uri}" if kind == "rest" else f"type: jdbc, uri: jdbc:sqlite:{tmp_path / 'list.db'}"
         quiet = changed(loaded(tmp_path, f"catalog: {{{said}}}"))
-        table = iceberg_table(quiet.place)
+        table = iceberg_table(quiet.location)
         whole = read(table)
         table.session.sql(f"DELETE FROM {table._name} WHERE id = 1")
         found = rebuilt(quiet)
         assert (found.base, read(table)) == ("version", whole)
         table.session.sql(f"DROP TABLE {table._name}")
-        assert quiet.place.open_for_reading().applied_position() is None
+        assert quiet.location.open_for_reading().applied_position() is None
         found = rebuilt(quiet)
         assert (found.base, read(table)) == ("seed", whole)
         quiet.commit(update(5, unchanged=BIG, n=6))

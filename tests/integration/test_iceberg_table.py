@@ -1,6 +1,6 @@
 """A real Iceberg table, written by Spark's connector: what is Iceberg's own of the promises of `LakeTable`.
 
-What holds for every format is asked in `test_delta_table.py` and `tests/contract/test_table_forms.py`, which
+What holds for every format is asked in `test_delta_table.py` and `tests/contract/test_table_specs.py`, which
 `make engines` runs for Iceberg too. Rows are read back by pyiceberg, which shares no code with the connector.
 """
 
@@ -292,7 +292,7 @@ def test_a_database_may_be_the_catalog(tmp_path: Path) -> None:
     file = tmp_path / "catalog.db"
     catalog = Catalog(kind="jdbc", root=tmp_path / "lake", uri=f"jdbc:sqlite:{file}")
     used(catalog, tmp_path / "lake" / "public" / "t")
-    location = catalog._ask_database(("tailrace", "public", "t"))
+    location = catalog._metadata_location(("tailrace", "public", "t"))
     assert location is not None
     assert table_rows(location) == USED
 
@@ -380,7 +380,7 @@ def test_a_server_follows_a_table_through_other_partitions(tmp_path: Path, versi
             table.load(schema, record_batches(schema, rows), at(seq))
             key = 1 if schema is SHOP else {"k": 1}
             table.apply(schema, fold(schema, changes(schema, delete(key))), at(seq), at(seq + 10))
-            found = table._plain.metadata()
+            found = table.metadata()
             assert found is not None
             assert (found.partition_by, table.rows()) == (list(by), len(rows) - 1)
 

@@ -13,7 +13,7 @@ import pytest
 from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.report import TableState
 from tests.support.engines import IS_ICEBERG
-from tests.support.loads import Local, Scene, life, wait_for_state
+from tests.support.loads import Local, Scene, managed_table, wait_for_state
 from tests.support.others import MAINTENANCE, append, restore
 from tests.support.pipelines import execute
 
@@ -31,9 +31,9 @@ def quiet(database: str, folder: Path) -> Iterator[tuple[Scene, Local, Path]]:
 
 def looked(applying: Local) -> tuple[TableState, str | None]:
     """What the table is, and why it stands still, once it has been looked at."""
-    applying._lake._due = 0.0
-    applying._lake.run_if_due()
-    now = life(applying, "t")
+    applying._foreign_write_watch._due = 0.0
+    applying._foreign_write_watch.run_if_due()
+    now = managed_table(applying, "t")
     return now.state, None if now.error is None else now.error.code
 
 
@@ -42,7 +42,7 @@ def test_a_quiet_table_that_others_wrote_to_is_not_live_and_part_of_no_point(dat
         for maintain in MAINTENANCE:
             maintain(lake)
             assert looked(applying) == (TableState.LIVE, None)
-        life(applying, "t").lake_version = None  # as after a start, or after its files were joined
+        managed_table(applying, "t").lake_version = None  # as after a start, or after its files were joined
         append(lake)
         assert build_point(applying.registry, applying.registry.refresh_index()) is None
         assert looked(applying) == (TableState.FAILED, "foreign-write")
@@ -58,7 +58,7 @@ def test_a_quiet_table_that_was_moved_or_put_back_says_so_and_goes_on(database: 
         scene.assert_equal(applying, "t")
         lake.rename(tmp_path / "away")
         assert looked(applying) == (TableState.FAILED, "table-unusable")
-        assert "tailrace retry FILE TABLE" in str(life(applying, "t").error.hint)  # type: ignore[union-attr] # it failed
+        assert "tailrace retry FILE TABLE" in str(managed_table(applying, "t").error.hint)  # type: ignore[union-attr] # it failed
         (tmp_path / "away").rename(lake)
         retried(scene, applying)
         shutil.rmtree(lake)
@@ -72,6 +72,6 @@ def test_a_quiet_table_that_was_moved_or_put_back_says_so_and_goes_on(database: 
 
 def retried(scene: Scene, applying: Local) -> None:
     """Have the table tried again, and see that it is what the source is."""
-    applying.registry.load_store.request_retry(life(applying, "t").table)
+    applying.registry.load_store.request_retry(managed_table(applying, "t").table)
     wait_for_state(applying, "t", TableState.LIVE)
     scene.assert_equal(applying, "t")

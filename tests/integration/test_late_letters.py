@@ -12,7 +12,7 @@ import pytest
 from tailrace.deadletters.store import DeadLetterStore
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
-from tests.support.loads import Local, Scene, life, wait_for_state
+from tests.support.loads import Local, Scene, managed_table, wait_for_state
 from tests.support.pipelines import eventually, execute
 
 THINGS = TableId("public", "things")
@@ -31,7 +31,7 @@ def scene(database: str, tmp_path: Path) -> Scene:
 
 
 def content(applying: Local) -> list[dict[str, Any]]:
-    table = life(applying, "things").location
+    table = managed_table(applying, "things").location
     return [row for file in table.open().files() for row in pq.read_table(table.path / file).to_pylist()]
 
 
@@ -43,14 +43,14 @@ def letters(scene: Scene) -> list[int]:
 
 def replay(scene: Scene) -> None:
     done = scene.pipeline.ask("dead-letters", "replay")
-    assert (done.returncode, "tried again" in done.stdout) == (0, True), done.stderr
+    assert (done.returncode, "replayed" in done.stdout) == (0, True), done.stderr
     answered = DeadLetterStore(scene.settings.log.path, THINGS)
     assert eventually(lambda: answered.replay_requested_at is None)
 
 
 def test_once_the_column_takes_the_value_every_change_is_a_row(scene: Scene) -> None:
     execute(scene.pipeline.url, KEYED, ROWS, "UPDATE things SET amount = 'NaN' WHERE id = 2")
-    scene.reread().tables_are("mode: append")
+    scene.read_settings().set_tables("mode: append")
     with scene, scene.loader() as applying:
         wait_for_state(applying, "things", TableState.LIVE)
         execute(
@@ -65,9 +65,9 @@ def test_once_the_column_takes_the_value_every_change_is_a_row(scene: Scene) -> 
         replay(scene)
         assert letters(scene) == [read, first, second], "nothing was mended"
 
-        before = life(applying, "things").last_load
+        before = managed_table(applying, "things").last_load
         execute(scene.pipeline.url, "ALTER TABLE things ALTER amount TYPE numeric")
-        assert eventually(lambda: life(applying, "things").last_load is not before)
+        assert eventually(lambda: managed_table(applying, "things").last_load is not before)
         wait_for_state(applying, "things", TableState.LIVE)
         assert letters(scene) == [read, first, second], "a load adds rows, and is no change"
         execute(scene.pipeline.url, "UPDATE things SET amount = 8 WHERE id = 3")
@@ -92,7 +92,7 @@ def test_once_the_column_takes_the_value_every_change_is_a_row(scene: Scene) -> 
 
 def test_rows_without_a_key_that_fit_once_a_column_is_gone_come_in_as_many_as_there_are(scene: Scene) -> None:
     execute(scene.pipeline.url, *KEYLESS, ROWS)
-    scene.reread().tables_are("evolution: {drop: apply}")
+    scene.read_settings().set_tables("evolution: {drop: apply}")
     with scene, scene.loader() as applying:
         wait_for_state(applying, "things", TableState.LIVE)
         execute(
@@ -103,7 +103,7 @@ def test_rows_without_a_key_that_fit_once_a_column_is_gone_come_in_as_many_as_th
         )
         assert scene.settled(applying)
         assert len(letters(scene)) == 5
-        load = life(applying, "things").last_load
+        load = managed_table(applying, "things").last_load
         execute(
             scene.pipeline.url,
             "ALTER TABLE things DROP amount",
@@ -111,7 +111,10 @@ def test_rows_without_a_key_that_fit_once_a_column_is_gone_come_in_as_many_as_th
             "UPDATE things SET note = 'c' WHERE id = 1",
         )
         assert scene.settled(applying)
-        assert (life(applying, "things").state, life(applying, "things").last_load is load) == (TableState.LIVE, True)
+        assert (managed_table(applying, "things").state, managed_table(applying, "things").last_load is load) == (
+            TableState.LIVE,
+            True,
+        )
         assert len(letters(scene)) == 3, "rows that went took theirs"
         replay(scene)
         assert letters(scene) == []

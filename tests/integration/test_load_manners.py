@@ -22,7 +22,7 @@ from tailrace.pipeline.loads import chunk_readers, load_scheduler
 from tailrace.pipeline.report import TableState, TableStatus
 from tailrace.pipeline.status import measure
 from tailrace.tasks.work import ChunkWork
-from tests.support.loads import Local, Scene, life, once, wait_for_state
+from tests.support.loads import Local, Scene, managed_table, once, wait_for_state
 from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute
 
 ROWS = 1500
@@ -130,7 +130,7 @@ def test_a_load_tells_how_far_it_is_and_what_it_came_to(filled: str, tmp_path: P
             assert eventually(lambda: (load := shown(scene, applying).load) is not None and load.chunks_done == 5)
             load = shown(scene, applying).load
             assert load is not None
-            size = applying.load_scheduler._loads[life(applying, "things").table].record.plan.bytes
+            size = applying.load_scheduler._loads[managed_table(applying, "things").table].record.plan.bytes
             assert (load.stage, load.way, load.mode) == ("reading", "exact", "replace")
             assert load.chunks > 15
             assert 0 < load.rows < ROWS / 2

@@ -20,7 +20,7 @@ from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.report import TableState
 from tailrace.storage.files import LogPath
 from tailrace.tasks.work import ChunkWork
-from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
+from tests.support.loads import Local, Scene, managed_table, once, rows_of, wait_for_state
 from tests.support.logs import seal
 from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute, lose_the_slot, wait_for_free_slots
 
@@ -47,7 +47,7 @@ def test_modes(database: str, tmp_path: Path) -> None:
             for name in names:
                 execute(database, f"UPDATE {name} SET x = 2 WHERE id = 1", f"INSERT INTO {name} VALUES (9, 9, 'new')")
             scene.assert_equal(applying, "a_initial", "a_always", "a_needed")
-            assert life(applying, "a_once").state is TableState.LOADED
+            assert managed_table(applying, "a_once").state is TableState.LOADED
             rows = {name: rows_of(applying, name) for name in names}
             assert rows == {"a_initial": 6, "a_always": 6, "a_once": 5, "a_needed": 6, "a_schema": 2, "a_never": 2}
         with scene.loader() as applying:
@@ -89,20 +89,20 @@ def test_a_table_that_was_never_loaded_is_at_no_point_while_a_row_of_it_is_newer
     monkeypatch.setattr(Local, "by_hand", True)
     with Scene(tmp_path, database, modes={"public.t": "schema_only"}) as scene, scene.loader() as applying:
         wait_for_state(applying, "t", TableState.CATCHING_UP)
-        lives, here = applying.registry, life(applying, "t")
+        registry, here = applying.registry, managed_table(applying, "t")
         execute(database, "UPDATE t SET x = 2 WHERE id = 1")
         scene.wait_for_capture()
         scene.stop_capture()
         execute(database, "UPDATE t SET x = 3 WHERE id = 1")
-        applying._advance([here], lives.refresh_index())
+        applying._advance([here], registry.refresh_index())
         assert DeltaTable(str(here.location.path)).to_pyarrow_table().column("x").to_pylist() == [3], "as of now"
         assert (here.repairing, here.state) == (True, TableState.CATCHING_UP)
-        assert build_point(lives, lives.index.last_commit) is None
+        assert build_point(registry, registry.index.last_commit) is None
         scene.begin_capture()
         scene.wait_for_capture()
-        applying._advance([here], lives.refresh_index())
+        applying._advance([here], registry.refresh_index())
         assert (here.ahead_of_position, here.state) == (False, TableState.LIVE)
-        assert build_point(lives, lives.index.last_commit) is not None
+        assert build_point(registry, registry.index.last_commit) is not None
 
 
 def ids(scene: Scene, table: str) -> list[int]:
@@ -136,7 +136,7 @@ def test_a_table_whose_changes_the_log_let_go_of_is_loaded_again_when_needed_and
         wait_for_state(applying, "needed", TableState.LIVE)
         execute(database, "INSERT INTO needed VALUES (4)", "INSERT INTO plain VALUES (4)")
         scene.assert_equal(applying, "needed")
-        left = life(applying, "plain")
+        left = managed_table(applying, "plain")
         assert left.state is TableState.NEEDS_SNAPSHOT
         assert left.error is not None
         assert (left.error.code, "Run `tailrace snapshot FILE TABLE`" in left.error.hint) == ("log-trimmed", True)
@@ -254,7 +254,7 @@ def test_a_load_that_was_cut_off_before_the_position_was_lost_begins_anew(filled
         assert reached.wait(COME_SECONDS_MAX)
         applying._stopping.set()
         gate.set()
-    assert life(applying, "t").applied_position is None
+    assert managed_table(applying, "t").applied_position is None
     lose_the_slot(filled, *CHANGED)
     with scene, scene.loader() as applying:
         scene.assert_equal(applying, "t", "quiet")
@@ -317,9 +317,11 @@ def test_a_table_that_is_made_later_and_never_loaded_begins_where_its_changes_do
         scene.stop_capture()
         with scene.loader() as applying:
             assert eventually(
-                lambda: late in applying.registry.tables and life(applying, "late").applied_position is not None
+                lambda: (
+                    late in applying.registry.tables and managed_table(applying, "late").applied_position is not None
+                )
             )
-            since, cursor = published().complete_from(late), life(applying, "late").applied_position
+            since, cursor = published().complete_from(late), managed_table(applying, "late").applied_position
             assert since is not None
             assert cursor is not None
             assert cursor.position >= since

@@ -30,7 +30,7 @@ from tailrace.tasks.load_store import LoadMode, LoadRecord, LoadRequest, LoadSto
 from tailrace.tasks.work import ChunkWork
 from tests.integration.conftest import server_version
 from tests.support.failover import Copy, copy_of, wait_for_replay
-from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
+from tests.support.loads import Local, Scene, managed_table, once, rows_of, wait_for_state
 from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute
 
 THOROUGH = bool(os.environ.get("TAILRACE_THOROUGH"))
@@ -78,7 +78,7 @@ def hammering(url: str) -> Iterator[None]:
 def test_writers_hammer_during_the_whole_load(filled: str, tmp_path: Path, way: str) -> None:
     with Scene(tmp_path, filled, way=way, connections=2) as scene, scene.loader() as applying:
         with hammering(filled):
-            assert eventually(lambda: life(applying, "things").applied_position is not None), applying.chunks
+            assert eventually(lambda: managed_table(applying, "things").applied_position is not None), applying.chunks
         scene.assert_equal(applying, "things")
         assert len(applying.chunks) > 10
 
@@ -160,7 +160,7 @@ def test_a_commit_that_waits_for_a_synchronous_standby(tmp_path: Path, way: str)
             commit.begin()
             with scene.loader() as applying:
                 # Give the load the time to go wrong.
-                assert not eventually(lambda: life(applying, "things").state is TableState.LIVE, seconds=2.0)
+                assert not eventually(lambda: managed_table(applying, "things").state is TableState.LIVE, seconds=2.0)
                 commit.end()
                 scene.assert_equal(applying, "things")
 
@@ -171,7 +171,7 @@ def test_a_commit_that_waits_for_a_synchronous_standby_at_the_first_chunk(tmp_pa
         execute(url, TABLE, FILL)
         commit = WaitingCommit(url)
         with Scene(tmp_path, url, way="chunked") as scene, scene.loader(before=once(commit.begin)) as applying:
-            assert eventually(lambda: life(applying, "things").applied_position is not None)
+            assert eventually(lambda: managed_table(applying, "things").applied_position is not None)
             commit.end()
             scene.assert_equal(applying, "things")
 
@@ -182,7 +182,7 @@ def test_commits_that_nobody_waits_for(filled: str, tmp_path: Path, way: str) ->
     execute(filled, f"ALTER DATABASE {name} SET synchronous_commit = off")
     with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying:
         with hammering(filled):
-            assert eventually(lambda: life(applying, "things").applied_position is not None)
+            assert eventually(lambda: managed_table(applying, "things").applied_position is not None)
         scene.assert_equal(applying, "things")
 
 
@@ -259,7 +259,7 @@ def test_the_table_is_dropped_during_its_load(filled: str, tmp_path: Path) -> No
     act = once(lambda: execute(filled, "DROP TABLE things"), at=5)
     with Scene(tmp_path, filled) as scene, scene.loader(before=act) as applying:
         wait_for_state(applying, "things", TableState.FAILED)
-        error = life(applying, "things").error
+        error = managed_table(applying, "things").error
         assert error is not None
         assert "not there" in error.message
         assert error.hint
@@ -311,7 +311,7 @@ def test_a_load_that_was_cut_off_goes_on_with_the_chunks_it_lacks(
             applying._stopping.set()
             gate.set()
         with hammering(filled), scene.loader() as again:
-            assert eventually(lambda: life(again, "things").applied_position is not None)
+            assert eventually(lambda: managed_table(again, "things").applied_position is not None)
         with scene.loader() as last:
             scene.assert_equal(last, "things")
     said = server.log_file.read_bytes()[began:].decode().lower().splitlines()
@@ -342,8 +342,8 @@ def test_killed_after_its_commit_a_load_is_known_by_the_table_and_not_over_too_e
             assert dead.wait(COME_SECONDS_MAX)
         execute(filled, "INSERT INTO things VALUES (5000, 0, 'after every chunk', NULL)")
         horizon = applying._source.committed_until()
-        lives = applying.registry
-        assert eventually(lambda: lives.refresh_index() and lives.index.position >= horizon), (
+        registry = applying.registry
+        assert eventually(lambda: registry.refresh_index() and registry.index.position >= horizon), (
             "the log has passed every chunk"
         )
     # What the log does not hold yet, a row that is read again shows already: it is gone.
@@ -355,7 +355,7 @@ def test_killed_after_its_commit_a_load_is_known_by_the_table_and_not_over_too_e
     )
     with scene.loader() as applying:
         assert eventually(lambda: any((applying.registry.log.path / "seed").glob("*/reread-*.json")))
-        assert not eventually(lambda: life(applying, "things").state is TableState.LIVE, seconds=1)
+        assert not eventually(lambda: managed_table(applying, "things").state is TableState.LIVE, seconds=1)
         assert applying.waits_for_log(applying.registry.index.last_commit), "it has nothing else to do"
         with scene:
             scene.assert_equal(applying, "things")
@@ -369,7 +369,7 @@ def test_time_runs_out_and_the_load_goes_on_in_chunks(filled: str, tmp_path: Pat
     with Scene(tmp_path, filled, time_limit=1.0) as scene, scene.loader(before=slow) as applying:
         assert eventually(lambda: bool(applying.chunks))
         with hammering(filled):
-            assert eventually(lambda: life(applying, "things").applied_position is not None)
+            assert eventually(lambda: managed_table(applying, "things").applied_position is not None)
         scene.assert_equal(applying, "things")
         read = [number for _, number in applying.chunks]
         assert len(set(read)) >= len(read) - 1, "only the one that found the snapshot gone is tried again"
@@ -479,7 +479,7 @@ def test_other_tables_go_on_while_one_is_read(filled: str, tmp_path: Path) -> No
             for number in (2, 3):
                 execute(filled, f"INSERT INTO other VALUES ({number})")
                 assert eventually(lambda: rows_of(applying, "other") == number), "captured and applied meanwhile"  # noqa: B023
-            assert life(applying, "things").applied_position is None, "it is still read"
+            assert managed_table(applying, "things").applied_position is None, "it is still read"
         finally:
             gate.set()
         scene.assert_equal(applying, "things", "other")
@@ -494,10 +494,10 @@ def test_a_replay_starts_before_the_first_transaction_that_the_snapshot_did_not_
         for number in (1, 2, 3):
             execute(database, f"INSERT INTO t VALUES ({number})")
         scene.assert_equal(applying, "t")
-        lives, table = applying.registry, life(applying, "t")
+        registry, table = applying.registry, managed_table(applying, "t")
         told = sorted(
             (Lsn.parse(row["_position"]), row["_tx"])
-            for batch in lives.log.read(1, lives.index.last_commit, tables=lives.log_numbers(table))
+            for batch in registry.log.read(1, registry.index.last_commit, tables=registry.log_numbers(table))
             for row in batch.with_all_columns().to_pylist()
         )
         assert len(told) == 3
@@ -508,7 +508,7 @@ def test_a_replay_starts_before_the_first_transaction_that_the_snapshot_did_not_
             noted = BarrierSnapshot(
                 floor=floor, ceiling=third, xmin=xmin, xmax=1 << 62, running=running, standby=standby
             )
-            return find_load_point(lives, LoadRecord(plan=plan, snapshot_position=None, barrier=noted))
+            return find_load_point(registry, LoadRecord(plan=plan, snapshot_position=None, barrier=noted))
 
         before = Lsn(first.value - 1)
         assert start(before) == third, "all of them were seen"
@@ -534,7 +534,7 @@ def test_a_table_that_another_was_at_when_it_had_landed_is_live_all_the_same(
     def landed(name: str) -> None:
         hit(name)
         if name == "load.landed":
-            threading.Thread(target=keep, args=(life(applying, "things").lock,), daemon=True).start()
+            threading.Thread(target=keep, args=(managed_table(applying, "things").lock,), daemon=True).start()
 
     monkeypatch.setattr(failpoints, "hit", landed)
     monkeypatch.setattr(Local, "_apply", lambda _: None)  # as where no micro-batch comes
@@ -549,8 +549,8 @@ def test_a_table_that_another_was_at_when_it_had_landed_is_live_all_the_same(
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         assert taken.wait(COME_SECONDS_MAX)
         assert eventually(tried.is_set)
-        assert life(applying, "things").state is TableState.CATCHING_UP
+        assert managed_table(applying, "things").state is TableState.CATCHING_UP
         done.set()
-        assert eventually(lambda: not life(applying, "things").lock.locked())
+        assert eventually(lambda: not managed_table(applying, "things").lock.locked())
         applying.advance_skipped()
-        assert life(applying, "things").state is TableState.LIVE
+        assert managed_table(applying, "things").state is TableState.LIVE

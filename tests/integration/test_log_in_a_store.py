@@ -149,7 +149,7 @@ def test_a_pipeline_captures_loads_applies_and_sets_aside_with_its_log_in_a_stor
         (letter,) = json.loads(scene.pipeline.ask("dead-letters", "list", "--json").stdout)["letters"]
         assert letter["table"] == "things"
         execute(database, "UPDATE things SET amount = 7 WHERE id = 7")
-        scene.note_point(applying)
+        scene.record_point(applying)
         status = json.loads(scene.pipeline.ask("status", "--json").stdout)
         assert status["log"]["path"] == str(log)
     shown = json.loads(scene.pipeline.ask("log", "show", "--json").stdout)

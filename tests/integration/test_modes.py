@@ -15,7 +15,7 @@ from deltalake import DeltaTable
 
 from tailrace.pipeline.report import TableState
 from tailrace.tasks.work import ChunkWork
-from tests.support.loads import Local, Scene, life, once, wait_for_state
+from tests.support.loads import Local, Scene, managed_table, once, wait_for_state
 from tests.support.pipelines import COME_SECONDS_MAX, Pipeline, eventually, execute
 from tests.support.thorough import thorough
 
@@ -38,7 +38,7 @@ def make(database: str, *names: str) -> None:
 
 def rows(applying: Local, name: str, columns: str, where: str = "") -> list[tuple[Any, ...]]:
     """What Polars reads of the table, and DuckDB of its files."""
-    path, table = life(applying, name).location.path, life(applying, name).location.open()
+    path, table = managed_table(applying, name).location.path, managed_table(applying, name).location.open()
     frame = pl.read_delta(str(path))
     names = str([str(path / file) for file in table.files()])
     asked = (
@@ -54,7 +54,7 @@ def rows(applying: Local, name: str, columns: str, where: str = "") -> list[tupl
 
 def test_one_pipeline_has_tables_in_every_mode(database: str, tmp_path: Path) -> None:
     make(database, *NAMES)
-    with Scene(tmp_path, database).tables_are(*EVERY) as scene, scene.loader() as applying:
+    with Scene(tmp_path, database).set_tables(*EVERY) as scene, scene.loader() as applying:
         assert scene.settled(applying)
         for name in NAMES:
             execute(database, f"UPDATE {name} SET x = 20 WHERE id = 2", f"DELETE FROM {name} WHERE id = 1")
@@ -100,27 +100,27 @@ def test_one_pipeline_has_tables_in_every_mode(database: str, tmp_path: Path) ->
 
 def test_a_table_that_keeps_the_past_keeps_it_when_it_is_loaded_again(database: str, tmp_path: Path) -> None:
     make(database, "s", "h", "a")
-    with Scene(tmp_path, database, way="chunked").tables_are(*EVERY) as scene, scene.loader() as applying:
+    with Scene(tmp_path, database, way="chunked").set_tables(*EVERY) as scene, scene.loader() as applying:
         assert scene.settled(applying)
         for name in ("s", "h", "a"):
             execute(database, f"DELETE FROM {name} WHERE id = 1")
         assert scene.settled(applying)
-        loads = {table: life(applying, table).last_load for table in ("s", "h", "a")}
+        loads = {table: managed_table(applying, table).last_load for table in ("s", "h", "a")}
         assert {name: load.way for name, load in loads.items() if load} == {"s": "chunked", "h": "exact", "a": "exact"}
         scene.pipeline.ask("snapshot", "public.s", "public.h", "public.a")
-        assert eventually(lambda: all(life(applying, name).last_load is not loads[name] for name in loads))
+        assert eventually(lambda: all(managed_table(applying, name).last_load is not loads[name] for name in loads))
         assert scene.settled(applying)
         assert rows(applying, "s", "id, _deleted") == [(1, True), (2, False), (3, False)]
         assert rows(applying, "h", "id, _current") == [(1, False), (2, True), (3, True)]
         assert [op for (op,) in rows(applying, "a", "_op")] == ["delete", "read", "read", "read", "read", "read"]
         refused = scene.pipeline.ask("snapshot", "public.h", "--where", "id = 2")
         assert refused.returncode != 0
-        assert "cannot be read again" in refused.stderr
+        assert "cannot be reloaded" in refused.stderr
 
 
 def test_the_past_is_never_taken_away_unasked(database: str, tmp_path: Path) -> None:
     make(database, "h")
-    with Scene(tmp_path, database).tables_are("mode: history") as scene, scene.loader() as applying:
+    with Scene(tmp_path, database).set_tables("mode: history") as scene, scene.loader() as applying:
         assert scene.settled(applying)
         execute(database, "UPDATE h SET x = 5 WHERE id = 1")
         assert scene.settled(applying)
@@ -129,10 +129,10 @@ def test_the_past_is_never_taken_away_unasked(database: str, tmp_path: Path) -> 
         assert "stop" in told
         execute(database, "UPDATE h SET x = 6 WHERE id = 1")
         wait_for_state(applying, "h", TableState.FAILED)
-        error = life(applying, "h").error
+        error = managed_table(applying, "h").error
         assert error is not None
         assert error.code == "schema-changed"
-        assert "all that it holds is replaced" in error.hint
+        assert "tailrace snapshot" in error.hint
         assert len(rows(applying, "h", "id")) == 4
         scene.pipeline.ask("snapshot", "public.h")
         wait_for_state(applying, "h", TableState.LIVE)
@@ -144,7 +144,7 @@ def test_one_word_of_a_person_is_enough_where_the_past_cannot_be_carried_over(
 ) -> None:
     """The log has rows of the new key, and nobody has stopped at them yet."""
     make(database, "h")
-    with Scene(tmp_path, database).tables_are("mode: history") as scene:
+    with Scene(tmp_path, database).set_tables("mode: history") as scene:
         with scene.loader() as applying:
             assert scene.settled(applying)
         execute(database, "UPDATE h SET x = 5 WHERE id = 1")
@@ -155,7 +155,7 @@ def test_one_word_of_a_person_is_enough_where_the_past_cannot_be_carried_over(
         monkeypatch.setattr(Local, "by_hand", True)
         with scene.loader() as applying:
             wait_for_state(applying, "h", TableState.LIVE, TableState.FAILED)
-            assert life(applying, "h").error is None
+            assert managed_table(applying, "h").error is None
             assert rows(applying, "h", "id, x, _current") == [(1, 6, True), (2, 2, True), (3, 3, True)]
 
 
@@ -164,11 +164,11 @@ def test_another_mode_is_refused_until_a_person_has_the_table_replaced(database:
     with Scene(tmp_path, database) as scene:
         with scene.loader() as applying:
             assert scene.settled(applying)
-        scene.tables_are("mode: append")
+        scene.set_tables("mode: append")
         execute(database, "INSERT INTO t VALUES (4, 4)")
         with scene.loader() as applying:
             wait_for_state(applying, "t", TableState.FAILED)
-            error = life(applying, "t").error
+            error = managed_table(applying, "t").error
             assert error is not None
             assert (error.code, error.fields["made"], error.fields["asked"]) == ("form-changed", "mirror", "append")
             assert len(rows(applying, "t", "id")) == 3
@@ -184,10 +184,10 @@ def test_a_source_table_that_cannot_have_the_mode_says_so_and_holds_back_only_it
 ) -> None:
     make(database, "t")
     execute(database, "CREATE TABLE keyless (x int)", 'CREATE TABLE taken (id int PRIMARY KEY, "_current" int)')
-    with Scene(tmp_path, database).tables_are("mode: history") as scene, scene.loader() as applying:
+    with Scene(tmp_path, database).set_tables("mode: history") as scene, scene.loader() as applying:
         for name, said in (("keyless", "needs a table with a key"), ("taken", "has the name of one")):
             wait_for_state(applying, name, TableState.FAILED)
-            error = life(applying, name).error
+            error = managed_table(applying, name).error
             assert error is not None
             assert (error.code, said in error.message) == ("table-unusable", True)
             assert error.hint
@@ -208,7 +208,7 @@ def test_a_load_that_was_cut_off_is_not_gone_on_with_in_another_form(database: s
             assert eventually(lambda: len(applying.chunks) == 1)
             applying._stopping.set()
             leave.set()
-        scene.tables_are("metadata: [_op]")
+        scene.set_tables("metadata: [_op]")
         with scene.loader() as applying:
             assert scene.settled(applying)
             assert rows(applying, "t", "count(*), count(_op)") == [(1000, 1000)]
@@ -224,7 +224,7 @@ def test_rows_that_change_while_they_are_read_are_marked_as_they_should_be(datab
         execute(database, "UPDATE t SET id = 1000 WHERE id = 199", "UPDATE t SET x = -2 WHERE id = 2")
         execute(database, "INSERT INTO t VALUES (1, 7, 'again')", "DELETE FROM t WHERE id = 1000")
 
-    loaded = Scene(tmp_path, database, way="chunked").tables_are("soft_delete: true", "metadata: [_op, _tx]")
+    loaded = Scene(tmp_path, database, way="chunked").set_tables("soft_delete: true", "metadata: [_op, _tx]")
     with loaded as scene, scene.loader(after=once(write)) as applying:
         assert scene.settled(applying)
         assert len(applying.chunks) > 2
@@ -238,7 +238,7 @@ def test_rows_that_change_while_they_are_read_are_marked_as_they_should_be(datab
 def test_rows_that_must_be_read_again_come_in_the_tables_own_shape(database: str, tmp_path: Path) -> None:
     make(database, "t")
     lines = ("soft_delete: true", 'rules: {"public.t": {metadata: [_op], columns: {id: key, large: text}}}')
-    with Scene(tmp_path, database, mode="schema_only").tables_are(*lines) as scene, scene.loader() as applying:
+    with Scene(tmp_path, database, mode="schema_only").set_tables(*lines) as scene, scene.loader() as applying:
         assert scene.settled(applying)
         execute(database, "UPDATE t SET x = 20 WHERE id = 2", "DELETE FROM t WHERE id = 3")
         assert scene.settled(applying)
@@ -250,13 +250,13 @@ def test_tables_lie_where_their_names_say_and_have_the_columns_that_were_asked_f
 ) -> None:
     make(database, "t", "u")
     lines = ("names: '{pipeline}/{schema}_{table}'", 'rules: {"public.t": {name: gold, columns: {x: amount}}}')
-    with Scene(tmp_path, database).tables_are(*lines) as scene, scene.loader() as applying:
+    with Scene(tmp_path, database).set_tables(*lines) as scene, scene.loader() as applying:
         assert scene.settled(applying)
         execute(database, "UPDATE t SET x = 5 WHERE id = 1", "ALTER TABLE t ADD y int")
         execute(database, "INSERT INTO t VALUES (9, 9, 'l', 9)")
         assert scene.settled(applying)
-        assert life(applying, "t").location.path == scene.pipeline.lake / "gold"
-        assert life(applying, "u").location.path == scene.pipeline.lake / "test" / "public_u"
+        assert managed_table(applying, "t").location.path == scene.pipeline.lake / "gold"
+        assert managed_table(applying, "u").location.path == scene.pipeline.lake / "test" / "public_u"
         assert rows(applying, "t", "id, amount, y, length(large)") == [
             (1, 5, None, 5000),
             (2, 2, None, 5000),
@@ -268,7 +268,7 @@ def test_tables_lie_where_their_names_say_and_have_the_columns_that_were_asked_f
 def test_tables_that_would_share_a_folder_are_refused_before_anything_is_written(database: str, tmp_path: Path) -> None:
     execute(database, "CREATE SCHEMA other")
     make(database, "t", "u")
-    met = Scene(tmp_path, database, tables='["public.*", "other.*"]').tables_are("names: '{table}'")
+    met = Scene(tmp_path, database, tables='["public.*", "other.*"]').set_tables("names: '{table}'")
     with met as scene, scene.loader() as applying:
         assert scene.settled(applying)
         execute(database, "CREATE TABLE other.t (id int PRIMARY KEY)", "INSERT INTO other.t VALUES (1)")
@@ -280,7 +280,7 @@ def test_tables_that_would_share_a_folder_are_refused_before_anything_is_written
         execute(database, "UPDATE t SET x = 9 WHERE id = 1")
         assert scene.settled(applying)
         assert rows(applying, "t", "id, x") == [(1, 9), (2, 2), (3, 3)]
-    with Scene(tmp_path / "new", database, tables='["*.t"]').tables_are("names: '{table}'") as scene:
+    with Scene(tmp_path / "new", database, tables='["*.t"]').set_tables("names: '{table}'") as scene:
         with scene.loader() as applying:
             assert eventually(
                 lambda: all(found.state is TableState.FAILED for found in applying.registry.tables.values())
@@ -300,7 +300,7 @@ def test_two_pipelines_share_a_lake_if_their_names_do_not_meet(database: str, tm
         late = stack.enter_context(shared(tmp_path / "three", database, "one", lake))
         with late.loader() as applying:
             wait_for_state(applying, "t", TableState.FAILED)
-            error = life(applying, "t").error
+            error = managed_table(applying, "t").error
             assert error is not None
             assert error.code == "foreign-write"
             assert "tables.names" in error.hint
@@ -316,7 +316,7 @@ def shared(folder: Path, database: str, name: str, lake: str) -> Scene:
     scene.pipeline.file.write_text(
         scene.pipeline.file.read_text().replace("name: test", f"name: {name}").replace("path: ./lake", lake)
     )
-    return scene.reread().tables_are("names: '{pipeline}/{table}'")
+    return scene.read_settings().set_tables("names: '{pipeline}/{table}'")
 
 
 @thorough
@@ -344,12 +344,12 @@ def test_a_pipeline_on_spark_writes_tables_in_every_mode(database: str, tmp_path
 @pytest.mark.parametrize("line", ["mode: history", "soft_delete: true", "mode: append"])
 def test_a_table_that_others_changed_is_replaced_if_a_person_asks(database: str, tmp_path: Path, line: str) -> None:
     make(database, "t")
-    with Scene(tmp_path, database).tables_are(line) as scene, scene.loader() as applying:
+    with Scene(tmp_path, database).set_tables(line) as scene, scene.loader() as applying:
         assert scene.settled(applying)
-        DeltaTable(str(life(applying, "t").location.path)).delete("id = 1")
+        DeltaTable(str(managed_table(applying, "t").location.path)).delete("id = 1")
         execute(database, "UPDATE t SET x = 20 WHERE id = 2")
         wait_for_state(applying, "t", TableState.FAILED)
-        error = life(applying, "t").error
+        error = managed_table(applying, "t").error
         assert error is not None
         assert error.code == "foreign-write"
         assert "tailrace rebuild" in error.hint

@@ -11,7 +11,7 @@ import polars as pl
 from tailrace.deadletters.store import DeadLetterStore
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
-from tests.support.loads import Local, Scene, life, wait_for_state
+from tests.support.loads import Local, Scene, managed_table, wait_for_state
 from tests.support.pipelines import eventually, execute
 
 MADE = (
@@ -39,19 +39,19 @@ RULES = (
 
 
 def rows(applying: Local, name: str, *columns: str) -> list[tuple[Any, ...]]:
-    return sorted(pl.read_delta(str(life(applying, name).location.path)).select(columns).rows(), key=str)
+    return sorted(pl.read_delta(str(managed_table(applying, name).location.path)).select(columns).rows(), key=str)
 
 
 def test_partitioned_tables_follow_their_source(database: str, tmp_path: Path) -> None:
     execute(database, *MADE)
-    with Scene(tmp_path, database).tables_are(*RULES) as scene:
+    with Scene(tmp_path, database).set_tables(*RULES) as scene:
         with scene.loader() as applying:
             wait_for_state(applying, "wrong", TableState.FAILED)
-            error = life(applying, "wrong").error
+            error = managed_table(applying, "wrong").error
             assert error is not None
             assert (error.code, error.fields["column"]) == ("table-unusable", "region")
             assert scene.settled(applying)
-            assert len({Path(file).parent for file in life(applying, "m").location.open().files()}) == 6
+            assert len({Path(file).parent for file in managed_table(applying, "m").location.open().files()}) == 6
             execute(
                 database,
                 "UPDATE m SET region = 'a%=/b' WHERE id < 5",
@@ -90,23 +90,23 @@ def test_partitioned_tables_follow_their_source(database: str, tmp_path: Path) -
             execute(database, "ALTER TABLE r DROP region; ALTER TABLE r RENAME other TO region")
             execute(database, "ALTER TABLE m DROP day")
             told = scene.pipeline.ask("evolve", "--dry-run").stdout
-            assert "no such column to be partitioned by" in told
+            assert "the partition column does not exist" in told
             execute(database, "INSERT INTO r VALUES (2, 'c')")
             assert eventually(lambda: len(rows(applying, "r", "id")) == 2, SECONDS_MAX)
             assert rows(applying, "r", "id", "region", "region__dropped") == [(1, "b/é", "a"), (2, "c", None)]
             execute(database, "UPDATE m SET region = 'later' WHERE id = 1")
             wait_for_state(applying, "m", TableState.FAILED)
-            error = life(applying, "m").error
+            error = managed_table(applying, "m").error
             assert error is not None
             assert (error.code, error.fields["column"]) == ("table-unusable", "day")
             assert rows(applying, "m", "id", "area", "day", "large") == before
-        scene.tables_are("partition_by: []", 'rules: {"public.h": {mode: history, partition_by: [_current]}}')
+        scene.set_tables("partition_by: []", 'rules: {"public.h": {mode: history, partition_by: [_current]}}')
         told = scene.pipeline.ask("evolve", "--dry-run").stdout
-        assert "public.k: stops: the table was made in another form" in told
+        assert "the table was made with another table spec than the settings ask for" in told
         assert "made=mirror, partitioned by region, asked=mirror)" in told
         with scene.loader() as applying:
             wait_for_state(applying, "m", TableState.FAILED)
-            error = life(applying, "m").error
+            error = managed_table(applying, "m").error
             assert error is not None
             assert error.code == "form-changed"
             assert scene.pipeline.ask("snapshot", "public.m", "public.k").returncode == 0

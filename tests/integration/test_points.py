@@ -14,7 +14,7 @@ from deltalake import DeltaTable
 
 from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.points.ledger import ConsistentPoint, Ledger
-from tests.support.loads import Scene, life
+from tests.support.loads import Scene, managed_table
 from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute
 from tests.support.transfers import ACCOUNTS, ALL_MONEY, MADE, transfers
 
@@ -40,7 +40,7 @@ def test_no_point_sees_money_appear_or_vanish(database: str, tmp_path: Path) -> 
         with transfers(database) as stopping:
             deadline = time.monotonic() + COME_SECONDS_MAX
             while len(whole()) < POINTS_MIN and time.monotonic() < deadline:
-                applying._come_to(applying.registry.refresh_index())
+                applying._bring_tables_to(applying.registry.refresh_index())
                 stopping.wait(0.1)
         points = whole()
         assert len(points) >= POINTS_MIN, "they are different ones"
@@ -56,16 +56,16 @@ def test_a_table_that_is_worked_on_is_missing_and_is_there_again_though_nothing_
 ) -> None:
     execute(database, *MADE)
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
-        scene.note_point(applying)
+        scene.record_point(applying)
         before = Ledger(tmp_path / "changes").at()
-        left = life(applying, "left_accounts")
+        left = managed_table(applying, "left_accounts")
         with left.lock:
             execute(database, "UPDATE right_accounts SET money = 0 WHERE id = 1")
             scene.wait_for_capture()
-            right = life(applying, "right_accounts")
+            right = managed_table(applying, "right_accounts")
             assert eventually(lambda: not applying.registry.pending(right, applying.registry.refresh_index()))
             assert eventually(lambda: build_point(applying.registry, applying.registry.refresh_index()) is not None)
-            applying._come_to(applying.registry.refresh_index())
+            applying._bring_tables_to(applying.registry.refresh_index())
             *_, last = Ledger(tmp_path / "changes").points()
             assert (list(last.versions), list(last.missing)) == ([right.table], [left.table])
             told = scene.pipeline.ask("at").stdout
@@ -94,15 +94,15 @@ def test_just_after_a_load_the_time_is_the_sources_whatever_our_own_clock_says(
     monkeypatch.setattr(time, "time_ns", lambda: ahead)
     begun = server_time()
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
-        scene.note_point(applying)
+        scene.record_point(applying)
         loaded = Ledger(tmp_path / "changes").at()
         assert begun <= loaded.time <= server_time()
         execute(database, "UPDATE left_accounts SET money = 0 WHERE id = 1")
-        scene.note_point(applying)
+        scene.record_point(applying)
         changed = Ledger(tmp_path / "changes").at()
         assert loaded.time < changed.time <= server_time()
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
-        scene.note_point(applying)
+        scene.record_point(applying)
         assert Ledger(tmp_path / "changes").at().time == changed.time, "nothing has been committed since"
 
 
@@ -115,7 +115,7 @@ def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) 
             points = []
             for number in (1, 2):
                 execute(database, f"UPDATE left_accounts SET money = 0 WHERE id = {number}")
-                scene.note_point(applying)
+                scene.record_point(applying)
                 points.append(json.loads(scene.pipeline.ask("at", "--json").stdout))
         assert scene.pipeline.ask("evolve", "--dry-run").stdout.splitlines()[2:] == ["public.z z: nothing to do"]
     first, second = points
@@ -135,8 +135,8 @@ def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) 
     assert (told[1], len(told)) == (f"public.left_accounts: version {version}", 4)
     assert told[3].startswith("public.z z: version "), "a name is one line"
     for wrong, said in (
-        (("--time", "yesterday"), "this is no time"),
-        (("--time", "1999-01-01"), "the first point that is known"),
+        (("--time", "yesterday"), "the time is not valid"),
+        (("--time", "1999-01-01"), "the first consistent point is later"),
         (("--position", "here"), "not a log sequence number"),
         (("--position", "0/1", "--time", "2999-01-01"), "one of the two"),
     ):

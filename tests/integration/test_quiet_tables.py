@@ -39,4 +39,4 @@ def test_the_status_says_which_tables_the_source_no_longer_has(database: str, tm
         scene.wait_for_capture()
         execute(database, "DROP TABLE goes", "ALTER TABLE moves RENAME TO moved")
         notes = {table.table: table.note or "" for table in read_status(scene.settings).tables}
-        assert {name for name, note in notes.items() if "no table of this name any more" in note} == {"goes", "moves"}
+        assert {name for name, note in notes.items() if "no longer has this table" in note} == {"goes", "moves"}

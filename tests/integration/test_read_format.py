@@ -27,7 +27,7 @@ from tailrace.pipeline.points.ledger import Ledger
 from tailrace.spark.session.java import find_java
 from tailrace.spark.session.session import Jvm
 from tests.support import typecases
-from tests.support.loads import Scene, life
+from tests.support.loads import Scene, managed_table
 from tests.support.pipelines import execute
 from tests.support.transfers import ALL_MONEY, MADE, TABLES, transfers
 
@@ -265,9 +265,9 @@ def test_views_are_read_by_one_task(source: psycopg.Connection, read: Read) -> N
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"table": "public.missing"}, "not there (table=public.missing) [source-table-missing] | hint: Names are"),
+        ({"table": "public.missing"}, "not there (table=public.missing) [source-table-missing] | hint: Write names"),
         ({"table": "t"}, "the option `table` is not the name of a table with its schema [config-invalid] | hint: For"),
-        ({"columns": "id, nope"}, "no such column (table=public.t, column=nope) [config-invalid] | hint: It has id, v"),
+        ({"columns": "id, nope"}, "column=nope) [config-invalid] | hint: Name one of id, v"),
         ({"columns": "id, id"}, "the option `columns` has a name twice"),
         ({"columns": "id,,v"}, "the option `columns` is not a list of names"),
         ({"where": "nope = 1"}, 'the condition cannot be used: column "nope" does not exist'),
@@ -275,9 +275,9 @@ def test_views_are_read_by_one_task(source: psycopg.Connection, read: Read) -> N
         ({"chunkBytes": "5 potatoes"}, "the option `chunkBytes` is not a size [config-invalid] | hint: For example"),
         ({"maxPartitions": 0}, "the option `maxPartitions` is not a whole number above 0"),
         ({"snapshotSeconds": "-1"}, "the option `snapshotSeconds` is not a number of seconds"),
-        ({"fetchsize": 100}, "the option `fetchsize` is not known [config-invalid] | hint: The options of a table"),
+        ({"fetchsize": 100}, "the option `fetchsize` is not known [config-invalid] | hint: Use the options of"),
         ({"url": "host=localhost password=secret"}, "the option `url` is not a URL of PostgreSQL"),
-        ({"url": "postgresql://nobody:secret@127.0.0.1:1/x"}, "[source-unreachable] | hint: Is it running, and do"),
+        ({"url": "postgresql://nobody:secret@127.0.0.1:1/x"}, "[source-unreachable] | hint: Check that it is running"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_said_when_it_is_loaded(
@@ -304,7 +304,7 @@ def test_a_condition_that_fails_on_a_row_does_not_tell_the_row(source: psycopg.C
     source.execute("create table t (v text); insert into t values ('12'), ('a secret')")
     with pytest.raises(PySparkException) as caught:
         read("public.t", where="v::int > 3").collect()
-    assert "a condition failed on a row" in str(caught.value)
+    assert "the condition `where` failed on a row" in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
@@ -322,7 +322,7 @@ def test_nobody_holds_the_snapshot_when_nobody_reads(source: psycopg.Connection,
     process = holder(source)  # before it is read: from then on, it may go at any time
     assert frame.count() == 100
     wait_for(lambda: not held(source) and not process.exists())
-    with pytest.raises(PySparkException, match=r"snapshot-gone\] \| hint: Make the DataFrame anew"):
+    with pytest.raises(PySparkException, match=r"snapshot-gone\] \| hint: Create the DataFrame again"):
         frame.collect()
     assert read("public.t", idleSeconds=1).count() == 100
 
@@ -344,7 +344,7 @@ def test_a_table_that_is_rewritten_under_a_read_is_refused(
     frame = read("public.t")
     assert frame.rdd.getNumPartitions() == 1
     source.execute(rewrite.encode())
-    with pytest.raises(PySparkException, match=r"source-rewritten\] \| hint: Make the DataFrame anew"):
+    with pytest.raises(PySparkException, match=r"source-rewritten\] \| hint: Create the DataFrame again"):
         frame.collect()
 
 
@@ -423,15 +423,15 @@ def test_no_point_that_the_helper_reads_sees_money_appear_or_vanish(
     execute(database, *MADE)
     ledger = Ledger(tmp_path / "changes")
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
-        scene.note_point(applying)
+        scene.record_point(applying)
         applying.by_hand = True
         with transfers(database) as stopping:
             deadline, number = time.monotonic() + GONE_SECONDS_MAX, 0
             while number < 6 * POINTS_READ or (not enough(ledger) and time.monotonic() < deadline):
                 number += 1
-                busy = life(applying, TABLES[number % 2]).lock if number % 3 == 2 else nullcontext()
+                busy = managed_table(applying, TABLES[number % 2]).lock if number % 3 == 2 else nullcontext()
                 with busy:  # as if the table's files were being joined
-                    applying._come_to(applying.registry.refresh_index())
+                    applying._bring_tables_to(applying.registry.refresh_index())
                 stopping.wait(0.05)
         noted = list(ledger.points())
         assert enough(ledger)
@@ -452,10 +452,10 @@ def test_tables_of_a_pipeline_are_read_as_of_one_point(spark: SparkSession, data
         "INSERT INTO p VALUES (1, 'a/b %', '2026-01-02 03:04:05.000006'), (2, NULL, NULL)",
     )
     rule = 'rules: {"public.p": {partition_by: [region, at]}}'
-    with Scene(tmp_path, database).tables_are(rule) as scene, scene.loader() as applying:
+    with Scene(tmp_path, database).set_tables(rule) as scene, scene.loader() as applying:
         for statement in ("UPDATE a SET id = 2", "DELETE FROM b", "ALTER TABLE a ADD c text DEFAULT 'x'"):
             execute(database, statement)
-            scene.note_point(applying)
+            scene.record_point(applying)
     first = next(Ledger(tmp_path / "changes").points())
     before = tailrace.tables_at(spark, scene.pipeline.file, position=str(first.position))
     after = tailrace.tables_at(spark, scene.pipeline.file)

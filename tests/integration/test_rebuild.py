@@ -9,7 +9,7 @@ from pathlib import Path
 from deltalake import DeltaTable
 
 from tailrace.pipeline.report import TableState
-from tests.support.loads import Scene, life, wait_for_state
+from tests.support.loads import Scene, managed_table, wait_for_state
 from tests.support.pipelines import execute
 
 FILL = (
@@ -26,7 +26,7 @@ def test_a_wrecked_table_is_rebuilt_over_a_change_of_its_shape(database: str, tm
             wait_for_state(applying, "things", TableState.LIVE)
             execute(database, "UPDATE things SET x = 0 WHERE id < 50", "UPDATE things SET id = 1000 WHERE id = 7")
             scene.assert_equal(applying, "things")
-            path = life(applying, "things").location.path
+            path = managed_table(applying, "things").location.path
         execute(
             database,
             "ALTER TABLE things ADD COLUMN added int DEFAULT 5",
@@ -38,7 +38,7 @@ def test_a_wrecked_table_is_rebuilt_over_a_change_of_its_shape(database: str, tm
         DeltaTable(str(path)).delete("id > 100")
         done = scene.pipeline.ask("rebuild", "public.things")
         assert done.returncode == 0, done.stderr
-        assert "of the log; it stands at " in done.stdout
+        assert "of the log; it is at " in done.stdout
         scene.pipeline.assert_equal("things")  # nothing of it was read from the source
         with scene.loader() as applying:
             wait_for_state(applying, "things", TableState.LIVE)
@@ -47,7 +47,7 @@ def test_a_wrecked_table_is_rebuilt_over_a_change_of_its_shape(database: str, tm
         shutil.rmtree(path)
         done = scene.pipeline.ask("rebuild", "public.things")
         assert done.returncode == 0, done.stderr
-        assert "rebuilt from the seed kept of its last load" in done.stdout
+        assert "rebuilt from the kept files of its last load" in done.stdout
         scene.pipeline.assert_equal("things")
         with scene.loader() as applying:
             wait_for_state(applying, "things", TableState.LIVE)

@@ -69,7 +69,8 @@ def read(place: TableLocation) -> list[dict[str, Any]]:
 
 def found(applying: Local) -> dict[tuple[str, str], list[dict[str, Any]]]:
     return {
-        (life.table.schema, life.table.name): read(life.location) for life in list(applying.registry.tables.values())
+        (managed.table.schema, managed.table.name): read(managed.location)
+        for managed in list(applying.registry.tables.values())
     }
 
 
@@ -87,7 +88,7 @@ def assert_equal(scene: Scene, applying: Local) -> None:
 def assert_settled(scene: Scene, applying: Local) -> None:
     # What is written while a load is under way comes after the first time.
     settled = scene.settled(applying) and scene.settled(applying)
-    states = [(str(life.table), life.state, life.error) for life in applying.registry.tables.values()]
+    states = [(str(managed.table), managed.state, managed.error) for managed in applying.registry.tables.values()]
     assert settled, states
     assert not any(state.is_blocked for _, state, _ in states), states
 
@@ -283,7 +284,7 @@ def test_the_tools_know_a_table_by_the_name_that_a_rule_gave_it(database: str, t
 
 def test_a_row_that_a_rule_fails_at_is_a_letter_of_the_table_that_it_was_sent_to(database: str, tmp_path: Path) -> None:
     execute(database, "CREATE TABLE codes (id int PRIMARY KEY, code text)", "INSERT INTO codes VALUES (1, '1')")
-    scene = Scene(tmp_path, database).tables_are("on_bad_row: dead-letter").reread()
+    scene = Scene(tmp_path, database).set_tables("on_bad_row: dead-letter").read_settings()
     rules = """\
 transforms:
   rules:

@@ -16,7 +16,7 @@ from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import read_status
 from tests.integration.test_routes import with_rules
 from tests.support.engines import rows_of
-from tests.support.loads import LOADED_SECONDS_MAX, Local, Scene, life, wait_for_state
+from tests.support.loads import LOADED_SECONDS_MAX, Local, Scene, managed_table, wait_for_state
 from tests.support.pipelines import eventually, execute
 
 TABLE = (
@@ -40,15 +40,15 @@ def published(database: str, folder: Path) -> Scene:
 
 def larges(applying: Local) -> dict[int, str]:
     """The large values in the lake, by the letter that each is made of."""
-    found: list[dict[str, Any]] = rows_of(life(applying, "t").location.path).to_pylist()
+    found: list[dict[str, Any]] = rows_of(managed_table(applying, "t").location.path).to_pylist()
     assert all(len(row["large"]) == 4000 for row in found), "none is missing, nor half of another"
     return {row["id"]: row["large"][0] for row in found}
 
 
 def assert_live(scene: Scene, applying: Local) -> None:
-    assert scene.settled(applying), life(applying, "t").error
+    assert scene.settled(applying), managed_table(applying, "t").error
     wait_for_state(applying, "t", TableState.LIVE, seconds=LOADED_SECONDS_MAX)
-    assert not life(applying, "t").ahead_of_position
+    assert not managed_table(applying, "t").ahead_of_position
 
 
 def test_a_row_that_enters_a_publication_s_condition_is_read_from_the_source(database: str, tmp_path: Path) -> None:
@@ -89,9 +89,9 @@ def test_a_row_is_not_read_under_names_that_are_other_columns_by_now(database: s
             "ALTER TABLE t RENAME large TO x; ALTER TABLE t RENAME state TO large;ALTER TABLE t RENAME x TO state",
         )
         with scene.loader() as applying:
-            assert eventually(lambda: life(applying, "t").last_load is not None, seconds=LOADED_SECONDS_MAX)
+            assert eventually(lambda: managed_table(applying, "t").last_load is not None, seconds=LOADED_SECONDS_MAX)
             assert_live(scene, applying)
-            rows = rows_of(life(applying, "t").location.path).to_pylist()
+            rows = rows_of(managed_table(applying, "t").location.path).to_pylist()
             assert {row["id"]: (row["state"][0], row["large"]) for row in rows} == {
                 11: ("a", "closed"),
                 20: ("b", "open"),
@@ -114,7 +114,7 @@ def test_a_row_that_a_filter_sent_away_comes_back_in_one_transaction(database: s
 
 
 def test_where_letters_are_kept_such_a_row_is_one_and_a_replay_reads_it(database: str, tmp_path: Path) -> None:
-    with published(database, tmp_path).tables_are("on_bad_row: dead-letter") as scene, scene.loader() as applying:
+    with published(database, tmp_path).set_tables("on_bad_row: dead-letter") as scene, scene.loader() as applying:
         wait_for_state(applying, "t", TableState.LIVE, seconds=LOADED_SECONDS_MAX)
         execute(database, "UPDATE t SET id = 11 WHERE id = 1")
         assert_live(scene, applying)

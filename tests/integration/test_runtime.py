@@ -276,7 +276,7 @@ def test_a_condition_that_makes_no_sense_ends_its_snapshot_and_the_stream_goes_o
         "nmae = 'x'": 'column "nmae" does not exist',
         "id in (select id from public.itmes)": "does not exist",
         "name = 5": "operator does not exist",
-        "true) or (true": "does not stand by itself",
+        "true) or (true": "must be one complete expression",
         "": "it is empty",
     }
     for number, (where, words) in enumerate(wrong.items()):
@@ -411,7 +411,7 @@ def test_a_slot_that_no_checkpoint_tells_of_is_not_touched_unless_told(
         CdcRuntime(source, store, key="mistyped").start()
     assert "pg_drop_replication_slot('library')" in refused.value.hint
     assert sql(source, slots) == before
-    told = CdcRuntime(PostgresCapture(replace(source.settings, slot_anew=True)), store, key="other")
+    told = CdcRuntime(PostgresCapture(replace(source.settings, recreate_slot=True)), store, key="other")
     told.start()
     told.stop()
     assert sql(source, slots) != before

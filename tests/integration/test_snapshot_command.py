@@ -21,7 +21,7 @@ from tailrace.pipeline.status import measure
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tasks.load_store import LoadHold, LoadMode, LoadRequest, LoadStore
 from tailrace.tasks.work import ChunkWork
-from tests.support.loads import Local, Scene, life, once, wait_for_state
+from tests.support.loads import Local, Scene, managed_table, once, wait_for_state
 from tests.support.pipelines import eventually, execute
 
 TABLE = "CREATE TABLE things (id int PRIMARY KEY, x int, pad text)"
@@ -50,7 +50,7 @@ def pause(scene: Scene) -> None:
 
 def rows(applying: Local, **values: int) -> list[int]:
     """The ids of the lake table's rows that have these values."""
-    path = life(applying, "things").location.path
+    path = managed_table(applying, "things").location.path
     files = DeltaRsTable(path, applying.registry.log.log_id).files()
     found = [row for file in files for row in pq.read_table(path / file).to_pylist()]
     return sorted(row["id"] for row in found if values.items() <= row.items())
@@ -112,8 +112,8 @@ def test_a_part_is_read_again_and_only_that_and_what_is_deleted_goes(filled: str
         scene.assert_equal(applying, "things")
         behind_our_back(filled, applying, "UPDATE things SET x = 7", "DELETE FROM things WHERE id > 1400")
         said = ask(scene, "public.things", "--where", "id <= 100 -- the first")
-        assert "rows that fulfil the condition are read again" in said
-        assert "takes it up within a second" in said
+        assert "rows that match the condition are reloaded" in said
+        assert "starts it within a second" in said
         assert eventually(lambda: not LoadStore(scene.settings.log.path).requests())
         assert scene.settled(applying)
         assert rows(applying) == list(range(1, 1401))
@@ -127,7 +127,7 @@ def test_a_part_is_read_again_and_only_that_and_what_is_deleted_goes(filled: str
 def test_a_part_that_is_read_again_leaves_no_change_of_the_rest_out(filled: str, tmp_path: Path, way: str) -> None:
     with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying:
         scene.assert_equal(applying, "things")
-        before, table = len(applying.chunks), life(applying, "things")
+        before, table = len(applying.chunks), managed_table(applying, "things")
         with table.lock:  # it is behind: what comes now is applied after the part has landed
             execute(filled, "UPDATE things SET x = 1 WHERE id IN (5, 50)", "DELETE FROM things WHERE id = 60")
             ask(scene, "public.things", "--where", "id <= 10")
@@ -145,7 +145,7 @@ def test_what_is_asked_while_nothing_runs_is_done_at_the_next_start(filled: str,
             scene.assert_equal(applying, "things")
             behind_our_back(filled, applying, "UPDATE things SET x = 7")
         said = ask(scene, "public.*", "--mode", "refresh")
-        assert "nothing applies now" in said
+        assert "no process applies now" in said
         with scene.loader() as applying:
             scene.assert_equal(applying, "things")
             assert len(rows(applying, x=7)) == 1500
@@ -154,7 +154,7 @@ def test_what_is_asked_while_nothing_runs_is_done_at_the_next_start(filled: str,
 def test_a_table_that_others_wrote_to_is_loaded_over_it(filled: str, tmp_path: Path) -> None:
     with Scene(tmp_path, filled) as scene, scene.loader() as applying:
         scene.assert_equal(applying, "things")
-        DeltaTable(str(life(applying, "things").location.path)).delete("id < 500")
+        DeltaTable(str(managed_table(applying, "things").location.path)).delete("id < 500")
         execute(filled, "UPDATE things SET x = 1 WHERE id = 700")
         wait_for_state(applying, "things", TableState.FAILED)
         ask(scene, "public.things")
@@ -167,7 +167,7 @@ def test_a_first_load_that_is_stopped_leaves_the_table_unloaded_until_it_is_aske
     with Scene(tmp_path, filled) as scene:
         with scene.loader(before=once(lambda: stop(scene), at=3)) as applying:
             wait_for_state(applying, "things", TableState.PAUSED)
-            assert eventually(lambda: life(applying, "things").load_status is None)
+            assert eventually(lambda: managed_table(applying, "things").load_status is None)
         with scene.loader() as applying:
             wait_for_state(applying, "things", TableState.PAUSED)
             assert not eventually(lambda: bool(applying.chunks), seconds=2)
@@ -180,7 +180,7 @@ def test_a_table_asked_for_and_stopped_before_its_first_load_stays_unloaded(fill
         ask(scene, "public.things")
         with scene.loader(before=once(lambda: stop(scene), at=3)) as applying:
             wait_for_state(applying, "things", TableState.PAUSED)
-            assert eventually(lambda: life(applying, "things").load_status is None)
+            assert eventually(lambda: managed_table(applying, "things").load_status is None)
             read = len(applying.chunks)
             assert not eventually(lambda: len(applying.chunks) > read, seconds=2)
 
@@ -220,7 +220,7 @@ def test_a_condition_that_names_what_is_not_there_is_said_to_and_nothing_is_stuc
         assert not seeds.requests()
         seeds.add_request(LoadRequest(table=TableId("public", "things"), where="id in (select id from public.gone)"))
         assert eventually(lambda: not seeds.requests())
-        assert 'relation "public.gone" does not exist' in (life(applying, "things").reload_error or "")
+        assert 'relation "public.gone" does not exist' in (managed_table(applying, "things").reload_error or "")
         execute(filled, "UPDATE things SET x = 5 WHERE id = 1")
         scene.assert_equal(applying, "things")
 
@@ -231,7 +231,7 @@ def test_a_load_is_paused_and_resumed_and_stopped(filled: str, tmp_path: Path) -
 
     def hold(how: LoadHold) -> None:
         seeds.set_hold(things, how)
-        assert eventually(lambda: things in applying.load_scheduler._under_way.holds), "it is obeyed"
+        assert eventually(lambda: things in applying.load_scheduler._running_loads.holds), "it is obeyed"
 
     with Scene(tmp_path, filled) as scene:
         with scene.loader(before=once(lambda: hold(LoadHold.PAUSED), at=4)) as applying:
@@ -259,7 +259,7 @@ def told(scene: Scene, applying: Local) -> str | None:
 
 def test_a_table_that_has_failed_says_why_also_after_a_load_of_it_was_stopped(filled: str, tmp_path: Path) -> None:
     things = TableId("public", "things")
-    with Scene(tmp_path, filled).tables_are("evolution: {rename: stop}") as scene, scene.loader() as applying:
+    with Scene(tmp_path, filled).set_tables("evolution: {rename: stop}") as scene, scene.loader() as applying:
         scene.assert_equal(applying, "things")
         execute(filled, "ALTER TABLE things RENAME pad TO other", "UPDATE things SET x = 1 WHERE id = 1")
         wait_for_state(applying, "things", TableState.FAILED)
@@ -281,7 +281,7 @@ def test_a_table_that_fails_while_it_is_loaded_again_says_why(database: str, tmp
         elif work.chunk.number == 4:
             said.append(told(scene, applying))
 
-    with Scene(tmp_path, database).tables_are("partition_by: [x]") as scene, scene.loader() as applying:
+    with Scene(tmp_path, database).set_tables("partition_by: [x]") as scene, scene.loader() as applying:
         scene.assert_equal(applying, "things")
         applying.before = look
         ask(scene, "public.things")
@@ -299,8 +299,10 @@ def test_a_table_that_has_failed_is_tried_again_without_a_restart(database: str,
         wait_for_state(applying, "t", TableState.FAILED)
         (tmp_path / "away").rename(lake)
         looks = 3 * load_scheduler.TABLES_SECONDS
-        assert not eventually(lambda: life(applying, "t").state is not TableState.FAILED, seconds=looks), "by itself"
-        applying.registry.load_store.request_retry(life(applying, "t").table)
+        assert not eventually(lambda: managed_table(applying, "t").state is not TableState.FAILED, seconds=looks), (
+            "by itself"
+        )
+        applying.registry.load_store.request_retry(managed_table(applying, "t").table)
         wait_for_state(applying, "t", TableState.LIVE)
         scene.assert_equal(applying, "t")
         assert applying.registry.load_store.retry_requests() == []

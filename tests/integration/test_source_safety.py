@@ -76,7 +76,7 @@ def test_who_asks_for_no_table_at_all_is_refused_and_nothing_is_made_or_unpublis
     nobody = capture_of(database, "nobody")
     with pytest.raises(ConfigError, match="no table at the source matches") as caught:
         nobody.prepare(None)
-    assert as_option_error(caught.value).hint == "Look at the option `tables`, case included."
+    assert as_option_error(caught.value).hint == "Check the option `tables`, case included."
     with psycopg.connect(database) as connection:
         assert connection.execute("SELECT count(*) FROM pg_publication").fetchone() == (0,)
     capture = capture_of(database, "t")
@@ -153,7 +153,7 @@ def test_who_is_stopped_while_a_slot_waits_for_others_leaves_none(database: str,
             assert eventually(lambda: count(SLOT_IS_MADE) == 1), running.said()
             running.process.terminate()
             assert running.wait() == 0, running.said()
-            assert "stopped before it began" in running.said()
+            assert "stopped before it started" in running.said()
         finally:
             running.end()
         assert eventually(lambda: count(SLOT_IS_MADE) == 0)

@@ -20,7 +20,7 @@ from tailrace.tables.spec import PLAIN_MIRROR, LoadOrigin, TableMode, TableSpec
 from tailrace.tasks.apply import advance_table
 from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, record_batches, truncate, update
 from tests.support.engines import only_spark, open_table, session, spark_engine
-from tests.unit.spark.test_folding import START, stretch
+from tests.unit.tasks.test_fold_files import START, apply_work
 
 pytestmark = only_spark
 
@@ -109,7 +109,7 @@ def apply(
 ) -> Driver:
     """Changes of a real log into a table of so many rows, as a pipeline has it done."""
     folder.mkdir(exist_ok=True)
-    work = stretch(folder, schema, [rows], form)
+    work = apply_work(folder, schema, [rows], form)
     table = open_table(work.location.path, work.location.log_id, form)
     held = [{"id": i, "name": f"n{i}", "big": f"large {i}", "n": i} for i in range(there)]
     held = held if schema.key else [{"a": 1, "b": "x"}] * there

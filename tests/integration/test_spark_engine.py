@@ -151,7 +151,7 @@ def test_jars_that_cannot_be_had_are_named_with_the_next_step(database: str, tmp
     done = pipeline.call("run", "--until-caught-up")
     assert done.returncode == TableFailed.exit_code, done.stderr
     assert f"error: Spark did not start with its Delta connector (packages={wrong})" in done.stderr
-    assert "hint: Can this machine fetch the jars?" in done.stderr
+    assert "hint: Check that this machine can fetch the jars" in done.stderr
 
 
 def newest_commit(folder: Path) -> str:

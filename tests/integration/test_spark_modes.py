@@ -22,7 +22,7 @@ from tests.support.changes import SHOP, move, update
 from tests.support.engines import only_spark, spark_engine
 from tests.support.pipelines import Pipeline, execute
 from tests.support.quiet import Quiet
-from tests.unit.spark.test_folding_forms import pending
+from tests.unit.tasks.test_fold_files_by_mode import pending
 
 pytestmark = only_spark
 
@@ -184,16 +184,18 @@ def amounts(pipeline: Pipeline) -> dict[int, int]:
 
 
 def test_what_cannot_be_taken_is_set_aside_and_put_right_by_spark(tmp_path: Path) -> None:
-    quiet = Quiet(tmp_path, on_bad_row="dead-letter", form="engine: spark, soft_delete: true")
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter", spec="engine: spark, soft_delete: true")
     quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in (1, 2, 3)])
     work = pending(quiet, [update(1, unfit=("n",)), update(2, n=2), *move(3, 4, n=3, unchanged=("big",))], 2)
     (outcome,) = spark_engine().run(advance_table, [work])
     assert (outcome.error, outcome.dead_letters, outcome.rows) == (None, 1, 4)
     assert quiet.ns() == {1: 0, 2: 2, 3: 0, 4: 3}
-    asked = RefetchWork(log=work.log, schema=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
+    asked = RefetchWork(
+        log=work.log, schema=SHOP, expected=quiet.applied_position, reader=SnapshotReader("", None, None)
+    )
     now = pa.Table.from_pylist([{"id": 1, "name": "now", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
     keyed_replay._store_refetched(asked, now, [1], {})
-    deliver = ReplayRowsWork(log=work.log, location=work.location, schema=SHOP, expected=quiet.cursor)
+    deliver = ReplayRowsWork(log=work.log, location=work.location, schema=SHOP, expected=quiet.applied_position)
     (done,) = spark_engine().run(replay_rows, [deliver])
     assert (done.error, done.rows, done.dead_letters, done.needs_refetch) == (None, 1, 0, False)
     assert "Apache-Spark" in newest(work.location.path)
@@ -202,21 +204,23 @@ def test_what_cannot_be_taken_is_set_aside_and_put_right_by_spark(tmp_path: Path
 
 
 def test_a_version_that_was_missing_is_put_in_by_spark_once(tmp_path: Path) -> None:
-    quiet = Quiet(tmp_path, on_bad_row="dead-letter", form="engine: spark, mode: history")
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter", spec="engine: spark, mode: history")
     quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in (1, 2)])
     work = pending(quiet, [update(1, unfit=("n",)), update(2, n=2)], 2)
     (outcome,) = spark_engine().run(advance_table, [work])
     assert (outcome.error, outcome.dead_letters) == (None, 1)
-    asked = RefetchWork(log=work.log, schema=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
+    asked = RefetchWork(
+        log=work.log, schema=SHOP, expected=quiet.applied_position, reader=SnapshotReader("", None, None)
+    )
     now = pa.Table.from_pylist([{"id": 1, "name": "now", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
-    deliver = ReplayRowsWork(log=work.log, location=work.location, schema=SHOP, expected=quiet.cursor)
+    deliver = ReplayRowsWork(log=work.log, location=work.location, schema=SHOP, expected=quiet.applied_position)
     keyed_replay._store_refetched(asked, now, [1], {})
     with spark_engine()._table(work.location).scratch() as scratch:
         staged = keyed_replay.stage_replay_rows(
             keyed_replay.StageReplayRowsWork(work=deliver, path=scratch / "ready.parquet")
         )
         assert isinstance(staged, FoldedFiles)
-        spark_engine()._table(work.location).upsert_files(SHOP, staged, quiet.cursor)  # and then it died
+        spark_engine()._table(work.location).upsert_files(SHOP, staged, quiet.applied_position)  # and then it died
     (done,) = spark_engine().run(replay_rows, [deliver])
     assert (done.error, done.rows, done.dead_letters) == (None, 1, 0)
     found = sorted((row["_seq"], row["n"], row["_current"]) for row in quiet.content() if row["id"] == 1)

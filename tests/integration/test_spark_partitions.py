@@ -11,6 +11,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
+from tests.unit.tables.test_partition_files import assert_removed_as_added
 
 from tailrace.errors import TableUnusable, ValueUnfit
 from tailrace.model.schema import Column
@@ -25,7 +26,6 @@ from tailrace.tables.spec import TableMode, TableSpec
 from tests.support.changes import COMPOSITE, KEYLESS, SHOP, KeylessModel, delete, insert, move, truncate, update
 from tests.support.engines import only_spark, open_table, session
 from tests.support.forms import Account, Formed, again, ordered, pieces, stored, story, tx
-from tests.unit.tables.test_partitions import assert_taken_out_as_put_in
 
 pytestmark = only_spark
 
@@ -105,7 +105,7 @@ def assert_put_right(table: Formed, turns: list[Any]) -> None:
         table.table = engine
         again(table, [{"shop": 7, "code": f"c{number}", "name": NAMES[3]}], f"again{number}", 2000)
         assert read(table.folder) == table.content()
-    assert_taken_out_as_put_in(table.folder, table.form.partition_by)
+    assert_removed_as_added(table.folder, table.form.partition_by)
 
 
 def test_tables_without_a_key_are_gone_on_with(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_tables_without_a_key_are_gone_on_with(tmp_path: Path) -> None:
         table.table = turns[turn]
         table.apply(tx(1, truncate(), insert({"a": turn}, b="é")))
         assert read(path) == table.content() == [{"a": turn, "b": "é"}]
-    assert_taken_out_as_put_in(path, form.partition_by)
+    assert_removed_as_added(path, form.partition_by)
 
 
 def test_tables_with_features_are_partitioned_too(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_column_that_takes_the_place_of_a_partitions_is_looked_at(tmp_path: Pa
     table = Formed(open_table(path, LOG, MIRROR, features), MIRROR, path, rows=[*rows, {"id": 99, "big": ""}])
     id_, name, _, n = SHOP.columns
     recast = Recast(schema=replace(SHOP, columns=(id_, n, name)), renamed=(("big", "name"),))
-    with pytest.raises(ValueUnfit, match="cannot be that of a partition"):
+    with pytest.raises(ValueUnfit, match="cannot be a partition value"):
         table.table.evolve(recast, table.cursor(table.seq))
     assert len(read(path)) == 11
     table.apply(tx(1, delete(99)))
@@ -186,10 +186,10 @@ def test_a_row_that_is_read_again_has_a_value_for_a_partition(tmp_path: Path) ->
             return pa.Table.from_pylist([row], pa.schema(SHOP.row_fields()))
 
         if fits:
-            table.table.apply(SHOP, fold_by_mode(MIRROR, SHOP, batch), here, then, reread=now)
+            table.table.apply(SHOP, fold_by_mode(MIRROR, SHOP, batch), here, then, refetch=now)
             continue
-        with pytest.raises(ValueUnfit, match="cannot be that of a partition"):
-            table.table.apply(SHOP, fold_by_mode(MIRROR, SHOP, batch), here, then, reread=now)
+        with pytest.raises(ValueUnfit, match="cannot be a partition value"):
+            table.table.apply(SHOP, fold_by_mode(MIRROR, SHOP, batch), here, then, refetch=now)
     assert [row["name"] for row in read(path) if row["id"] == 77] == ["é/"]
 
 
@@ -234,6 +234,6 @@ def test_a_column_that_is_gone_stops_a_table_with_features(tmp_path: Path) -> No
     path = tmp_path / "t"
     table = Formed(open_table(path, LOG, MIRROR, BOTH), MIRROR, path, rows=ROWS)
     gone = Recast(schema=replace(SHOP, columns=(SHOP.columns[0], *SHOP.columns[2:])), dropped=("name",))
-    with pytest.raises(TableUnusable, match="no such column to be partitioned by"):
+    with pytest.raises(TableUnusable, match="partition column does not exist"):
         table.table.evolve(gone, table.cursor(table.seq))
     assert read(path) == ordered(ROWS)

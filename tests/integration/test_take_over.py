@@ -111,7 +111,7 @@ def test_a_capture_that_was_stopped_wakes_up_and_disturbs_nothing(
         first.process.send_signal(signal.SIGCONT)
         assert first.wait() == 6, first.said()
         assert error_of(first)["code"] == "log-fenced"
-        assert "leave it to that process" in str(error_of(first)["hint"])
+        assert "Leave the work to that process" in str(error_of(first)["hint"])
         wait_until_capturing(second, pipeline.log)
     assert eventually(lambda: len(logged(pipeline.log)) == len(stored(database)))
     assert second.terminate() == 0, second.said()

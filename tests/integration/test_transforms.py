@@ -25,7 +25,7 @@ from tailrace.pipeline.report import TableState
 from tailrace.transforms.rules import KeySource
 from tailrace.transforms.secrets import Keyring
 from tailrace.transforms.steps.encryption import accepted_associated_data, decrypt
-from tests.support.loads import Local, Scene, life, once, wait_for_state
+from tests.support.loads import Local, Scene, managed_table, once, wait_for_state
 from tests.support.pipelines import eventually, execute
 
 KEY = "5a" * 32
@@ -67,7 +67,7 @@ def scene(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sce
 
 
 def rows(applying: Local, table: str = "users") -> list[dict[str, Any]]:
-    place = life(applying, table).location
+    place = managed_table(applying, table).location
     return [row for file in place.open().files() for row in pq.read_table(place.path / file).to_pylist()]
 
 
@@ -116,7 +116,7 @@ def test_what_is_hidden_is_nowhere_and_lesson_8_loads_and_changes_agree(scene: S
         loaded = rows(applying)
         assert {row["id"] for row in loaded} == {number(key) for key in range(1, 7)}
         assert {row["mail"] for row in loaded} == {"**********.org"}
-        shape = life(applying, "users").schema
+        shape = managed_table(applying, "users").schema
         execute(
             url,
             "INSERT INTO users VALUES (7, 'streamed-7@x.org', 'SSN-streamed', '77', 'sesame-streamed', 'DE')",
@@ -127,13 +127,13 @@ def test_what_is_hidden_is_nowhere_and_lesson_8_loads_and_changes_agree(scene: S
             "INSERT INTO users VALUES (91, 'streamed-fr@x.org', 'SSN-streamed', '1', 'sesame-streamed', 'FR')",
             "UPDATE users SET country = 'DE', ssn = 'SSN-streamed-fr' WHERE id = 90",
         )
-        assert scene.settled(applying), life(applying, "users").error
+        assert scene.settled(applying), managed_table(applying, "users").error
         found = {row["id"]: row for row in rows(applying)}
         assert found.keys() == {number(key) for key in (1, 5, 6, 7, 22, 90)}
         assert found[number(1)]["mail"] == "************.org"
         assert found[number(7)]["code"] == 77
         assert list(found[number(1)]) == ["id", "mail", "ssn", "code", "country"]
-        assert life(applying, "users").schema == shape
+        assert managed_table(applying, "users").schema == shape
         sealed = {key: found[number(key)]["ssn"] for key in (1, 7, 22, 90)}
         assert opened([sealed[1], sealed[22]]) == {"SSN-loaded-" + "7" * 3000}
         assert opened([sealed[7], sealed[90]]) == {"SSN-streamed", "SSN-streamed-fr"}
@@ -178,8 +178,8 @@ def test_other_rules_have_the_table_loaded_anew(scene: Scene) -> None:
     text = 'transforms: {rules: [{do: redact, tables: ["public.users"], columns: [mail]}]}\n'
     with with_rules(scene, text), scene.loader() as applying:
         assert eventually(lambda: {row["mail"] for row in rows(applying)} == {"[redacted]"}), [
-            life(applying, "users").state,
-            life(applying, "users").error,
+            managed_table(applying, "users").state,
+            managed_table(applying, "users").error,
         ]
         execute(scene.pipeline.url, "UPDATE users SET mail = 'streamed' WHERE id = 1")
         assert scene.settled(applying)
@@ -213,8 +213,8 @@ def test_a_rule_that_cannot_be_used_stops_the_start_and_one_without_a_table_is_t
     capturing = LogCapture(with_rules(scene, text).settings, until_caught_up=False)
     capturing.run(lambda: True)
     told = {(record.message, getattr(record, "rule", "")): getattr(record, "why", "") for record in caplog.records}
-    assert ("rule concerns no table", "idle") in told
-    assert told["rule never matched", "idle"] == "no table has what it names"
+    assert ("rule matches no table", "idle") in told
+    assert told["rule never matched", "idle"] == "no table has the columns it names"
     assert "rows of loads are not counted" in told["rule never matched", "still"]
 
 
@@ -277,9 +277,9 @@ def test_chunks_rows_read_again_and_parts_of_a_table_go_through_the_rules(databa
         at=1,
     )
     with scene, scene.loader(after=meanwhile) as applying:
-        assert eventually(lambda: life(applying, "things").state is TableState.LIVE), [
-            life(applying, "things").state,
-            life(applying, "things").error,
+        assert eventually(lambda: managed_table(applying, "things").state is TableState.LIVE), [
+            managed_table(applying, "things").state,
+            managed_table(applying, "things").error,
         ]
         assert len(applying.chunks) > 3
         assert scene.settled(applying)
@@ -297,4 +297,4 @@ def test_chunks_rows_read_again_and_parts_of_a_table_go_through_the_rules(databa
         )
         done = scene.pipeline.ask("snapshot", "public.things", "--where", "id < 50 and large like 'large-%'")
         assert done.returncode == 0, done.stderr
-        assert eventually(lambda: there(applying) == expected()), life(applying, "things").error
+        assert eventually(lambda: there(applying) == expected()), managed_table(applying, "things").error

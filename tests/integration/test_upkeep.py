@@ -17,7 +17,7 @@ from tailrace.pipeline.report import TableState
 from tailrace.tables.compaction_plan import FILES_MIN, UpkeepPlan, UpkeepResult
 from tailrace.tables.delta.commit_log import commit_record_of
 from tests.support.changes import insert, table_schema
-from tests.support.loads import Scene, life
+from tests.support.loads import Scene, managed_table
 from tests.support.mirrors import BIG, LOG, ROWS, Mirror, at, by_id
 from tests.support.pipelines import eventually, execute
 
@@ -156,7 +156,7 @@ def test_a_pipeline_tends_its_tables_beside_their_changes(
         folder = tmp_path / "lake" / "public" / "t"
         assert eventually(lambda: any("exchange" in path.name for path in folder.glob("*.parquet")))
         scene.assert_equal(applying, "t")
-        table = life(applying, "t")
+        table = managed_table(applying, "t")
         assert table.state is TableState.LIVE
         assert 0 < table.bytes_changed < table.bytes_written
 
@@ -166,7 +166,7 @@ def test_what_a_killed_process_was_writing_is_removed_when_the_next_begins(datab
     with Scene(tmp_path, database) as scene:
         with scene.loader() as applying:
             assert scene.settled(applying)
-            folder = life(applying, "t").location.path
+            folder = managed_table(applying, "t").location.path
             execute(database, "UPDATE t SET id = 2")
             assert scene.settled(applying)
         strays = [folder / f"part-{name}-0123-0-000.parquet" for name in ("exchange", "recast")]

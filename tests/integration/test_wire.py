@@ -15,7 +15,7 @@ def test_what_a_slot_holds_is_recorded_and_stays_there(database: str, tmp_path: 
     with psycopg.connect(database, autocommit=True) as session:
         session.execute("create table orders (id int8 primary key, note text)")
         session.execute("create publication mine for all tables")
-        with pytest.raises(ConfigError, match="the slot is not there"):
+        with pytest.raises(ConfigError, match="the slot does not exist"):
             record(database, slot="mine", publications=["mine"])
         session.execute("select pg_create_logical_replication_slot('mine', 'pgoutput')")
         with pytest.raises(ConfigError, match="nothing to record"):

@@ -1,7 +1,7 @@
-"""A pipeline whose tasks run in this process, so that a test can stand between two chunks of a load.
+"""A pipeline whose tasks run in this process, so that tests can act between chunks.
 
-Everything is the real thing but for Spark: capture in a thread, loads and applying as in `tailrace run`, each task
-pickled and run where it is asked for. With Spark's connector as the engine under test that does its part all the same.
+Everything is real except Spark: capture runs in a thread, loads and apply run as in `tailrace run`, and each task is
+pickled and run in the calling thread. If Spark's connector is the engine under test, it still does its part.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from tests.support.engines import IS_SPARK, engine_lines, spark_engine
 from tests.support.pipelines import COME_SECONDS_MAX, Pipeline, eventually
 
 CHUNK_BYTES = 64 << 10
-"""Far below what settings allow, so that small tables have many."""
+"""Chunk size far below what settings allow, so that small tables have many chunks."""
 LOADED_SECONDS_MAX = 1200.0 if IS_SPARK else 300.0
 _WAITS = {
     (load_scheduler, "TABLES_SECONDS"): 0.3, (schema_watch, "LOOK_SECONDS"): 0.3, (log_capture, "PUBLISH_SECONDS"): 0.2,
     (loop, "IDLE_SECONDS_MAX"): 0.5, (dead_letter_replay, "LOOK_SECONDS"): 0.1,
 }  # fmt: skip
-"""How often somebody looks while a scene is on: seconds that tests would only wait for."""
+"""Polling intervals in seconds, shortened while a scene runs."""
 
 Hook = Callable[[ChunkWork], None]
 
 
 class Local(Applier):
-    """Applying without Spark. `before` and `after` are called around every chunk, in the thread that reads it."""
+    """An applier without Spark; `before` and `after` are called around every chunk, in the thread that reads it."""
 
     by_hand: bool = False
-    """Whether only the test itself brings loaded tables further."""
+    """True if only the test itself applies to loaded tables."""
     before: Hook | None = None
     after: Hook | None = None
     chunks: list[tuple[str, int]]
@@ -70,7 +70,7 @@ class Local(Applier):
     def _apply(self) -> None:
         while not self._stopping.wait(0.1):
             if not self.by_hand:
-                self._advance(self._loaded(), self.registry.refresh_index())
+                self._advance(self._applying_tables(), self.registry.refresh_index())
 
     def _run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
         if self._settings.tables.engine == "spark" and (engine := spark_engine()).handles(task):
@@ -89,28 +89,30 @@ class Local(Applier):
 
 
 class Scene:
-    """One pipeline: its capture runs as long as the scene, its loader as often as it is opened."""
+    """One pipeline, whose capture runs as long as the scene; its loader runs while `loader` is open."""
 
     def __init__(self, folder: Path, url: str, *, tables: str = '["public.*"]', source: str = "", **load: Any) -> None:
         self.pipeline = Pipeline(folder, url, tables=tables, extra=source)
         self.pipeline.file.write_text(self.pipeline.file.read_text() + engine_lines())
         settings = load_settings(self.pipeline.file)
-        given = {"chunk": CHUNK_BYTES, "throttle": False, "connections": 1, **load}
-        if standby := given.pop("standby", None):
-            given["secret_standby"] = SecretStr(standby)
-        self.settings: PipelineSettings = settings.model_copy(update={"load": settings.load.model_copy(update=given)})
-        self.reread()
+        overrides = {"chunk": CHUNK_BYTES, "throttle": False, "connections": 1, **load}
+        if standby := overrides.pop("standby", None):
+            overrides["secret_standby"] = SecretStr(standby)
+        self.settings: PipelineSettings = settings.model_copy(
+            update={"load": settings.load.model_copy(update=overrides)}
+        )
+        self.read_settings()
         self._stop = threading.Event()
         self._capture: threading.Thread | None = None
         self._failed: list[TailraceError] = []
 
-    def reread(self) -> Scene:
-        """Take the file as it stands now for the one to go by."""
+    def read_settings(self) -> Scene:
+        """Read the settings file as it is now, as the base of `set_tables`."""
         self._file = self.pipeline.file.read_text()
-        return self.tables_are()
+        return self.set_tables()
 
-    def tables_are(self, *lines: str) -> Scene:
-        """Say this below `tables:`, instead of what was said there before; whoever loads next goes by it."""
+    def set_tables(self, *lines: str) -> Scene:
+        """Put these lines below `tables:`, instead of earlier ones; the next loader uses them."""
         self.pipeline.file.write_text(self._file + "".join(f"  {line}\n" for line in lines))
         tables = load_settings(self.pipeline.file).tables
         self.settings = self.settings.model_copy(update={"tables": tables})
@@ -122,7 +124,7 @@ class Scene:
             for (module, name), seconds in _WAITS.items():
                 patch.setattr(module, name, seconds)
             self.begin_capture()
-            self._undo = undo.pop_all()  # here on, leaving the scene does it
+            self._undo = undo.pop_all()  # from here on, `__exit__` undoes them
         return self
 
     def begin_capture(self) -> None:
@@ -144,7 +146,7 @@ class Scene:
         assert not self._failed, self._failed
 
     def stop_capture(self) -> None:
-        """Nobody writes the log, until `begin_capture`."""
+        """Stop the capture, so that nothing writes the log until `begin_capture`."""
         self._stop.set()
         assert self._capture is not None
         self._capture.join(COME_SECONDS_MAX)
@@ -152,10 +154,10 @@ class Scene:
 
     @contextmanager
     def loader(self, before: Hook | None = None, after: Hook | None = None) -> Iterator[Local]:
-        """A process that loads and applies, until the block is left."""
+        """Run an applier that loads and applies, until the block is left."""
         log = ChangeLog.open(self.settings.log.path)
         source = open_source_for_log(self.settings, log, loads=True)
-        held = LogLease(log.path, APPLIER_LEASE)
+        lease = LogLease(log.path, APPLIER_LEASE)
         applying = Local(self.settings, log, source)
         applying.before, applying.after = before, after
         try:
@@ -166,10 +168,10 @@ class Scene:
             finally:
                 applying.stop()
         finally:
-            held.release()
+            lease.release()
 
     def wait_for_capture(self) -> None:
-        """Until the log holds everything that was committed until now."""
+        """Wait until the log has everything that was committed at the source until now."""
         log = ChangeLog.open(self.settings.log.path)
         horizon, index = open_source(self.settings, log.log_id).committed_until(), LogIndex(log)
 
@@ -180,7 +182,7 @@ class Scene:
         assert eventually(reached, pause=0.05)
 
     def settled(self, applying: Local) -> bool:
-        """Whether everything committed until now is in every table that can go on."""
+        """Wait until every table that can apply has everything committed until now; return whether that was reached."""
         applying.check()
         horizon = applying._source.committed_until()
         deadline = time.monotonic() + LOADED_SECONDS_MAX
@@ -194,8 +196,8 @@ class Scene:
             time.sleep(0.05)
         return False
 
-    def note_point(self, applying: Local) -> None:
-        """Have the tables' versions noted, once nobody is at work on any of them."""
+    def record_point(self, applying: Local) -> None:
+        """Record a consistent point, once no work on any table runs."""
         assert self.settled(applying)
         deadline = time.monotonic() + LOADED_SECONDS_MAX
         while (point := build_point(applying.registry, applying.registry.refresh_index())) is None or any(
@@ -206,35 +208,37 @@ class Scene:
         applying._ledger.record(point)
 
     def assert_equal(self, applying: Local, *tables: str) -> None:
-        assert self.settled(applying), {str(life.table): (life.state, life.error) for life in lives(applying)}
+        assert self.settled(applying), {
+            str(managed.table): (managed.state, managed.error) for managed in managed_tables(applying)
+        }
         self.pipeline.assert_equal(*tables)
 
 
-def lives(applying: Local) -> list[ManagedTable]:
+def managed_tables(applying: Local) -> list[ManagedTable]:
     return list(applying.registry.tables.values())
 
 
-def life(applying: Local, table: str) -> ManagedTable:
-    return next(life for life in lives(applying) if life.table.name == table)
+def managed_table(applying: Local, table: str) -> ManagedTable:
+    return next(managed for managed in managed_tables(applying) if managed.table.name == table)
 
 
 def rows_of(applying: Local, table: str) -> int:
-    return life(applying, table).location.open().rows()
+    return managed_table(applying, table).location.open().rows()
 
 
 def once(action: Callable[[], None], *, at: int = 0) -> Hook:
-    """A hook that acts at the n-th chunk it sees."""
-    seen = itertools.count()  # several may read at once
+    """Return a hook that acts at the n-th chunk it sees."""
+    chunks_seen = itertools.count()  # several may read at once
 
     def hook(_: ChunkWork) -> None:
-        if next(seen) == at:
+        if next(chunks_seen) == at:
             action()
 
     return hook
 
 
 def wait_for_state(applying: Local, table: str, *states: TableState, seconds: float = COME_SECONDS_MAX) -> None:
-    assert eventually(lambda: life(applying, table).state in states, seconds=seconds, pause=0.05), (
-        life(applying, table).state,
-        life(applying, table).error,
+    assert eventually(lambda: managed_table(applying, table).state in states, seconds=seconds, pause=0.05), (
+        managed_table(applying, table).state,
+        managed_table(applying, table).error,
     )

@@ -41,8 +41,8 @@ class Mirror:
 
     def apply(self, *rows: Change, reread: Refetch | None = None) -> WriteResult:
         seq = self.seq
-        result = fold(self.schema, changes(self.schema, *rows), rereads=reread is not None)
-        return self.table.apply(self.schema, result, at(seq), at(seq + 10), reread=reread)
+        result = fold(self.schema, changes(self.schema, *rows), can_refetch=reread is not None)
+        return self.table.apply(self.schema, result, at(seq), at(seq + 10), refetch=reread)
 
     def content(self) -> list[dict[str, Any]]:
         return content(self.folder, self.schema)

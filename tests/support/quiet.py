@@ -1,6 +1,6 @@
-"""A pipeline without a source: a log that a test writes, and lake tables that are brought to its end here.
+"""A pipeline without a source: a log that a test writes, and a lake table that applies it in this process.
 
-`python -m tests.support.quiet FILE` does that in a process of its own, so that it can be killed on the way.
+`python -m tests.support.quiet FILE` applies in a process of its own, so that a test can kill it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ tables: {{format: {format}, path: ./lake, on_bad_row: {on_bad_row}{form}}}
 THINGS = TableId("public", "things")
 
 
-def told(*names: str) -> CatalogueFacts:
-    """What the catalogue says of a table of these columns."""
+def facts_of(*names: str) -> CatalogueFacts:
+    """Return catalogue facts of a table with these columns."""
     columns = tuple(
         ColumnFacts(
             number=SHOP.names.index(name) + 1, nullable=True, default=None, fast_default=None, definition_version=1
@@ -65,21 +65,21 @@ def told(*names: str) -> CatalogueFacts:
     return CatalogueFacts(columns=columns, storage=(stored,), columns_ever=len(SHOP.names))
 
 
-FULL = replace(SHOP, facts=told(*SHOP.names))
+FULL = replace(SHOP, facts=facts_of(*SHOP.names))
 NARROW = replace(
-    SHOP, columns=tuple(column for column in SHOP.columns if column.name != "name"), facts=told("id", "big", "n")
+    SHOP, columns=tuple(column for column in SHOP.columns if column.name != "name"), facts=facts_of("id", "big", "n")
 )
-"""The same table before and after a column of it was dropped."""
+"""`FULL` and `NARROW` are the same table before and after a column was dropped."""
 
 
 class Quiet:
     """One pipeline of one table, whose source never answers."""
 
-    def __init__(self, folder: Path, *, on_bad_row: str = "stop", form: str = "", table_format: str = "delta") -> None:
+    def __init__(self, folder: Path, *, on_bad_row: str = "stop", spec: str = "", table_format: str = "delta") -> None:
         self.file = folder / "tailrace.yaml"
         folder.mkdir(parents=True, exist_ok=True)
-        said = SETTINGS.format(format=table_format, on_bad_row=on_bad_row, form=f", {form}" if form else "")
-        self.file.write_text(said)
+        text = SETTINGS.format(format=table_format, on_bad_row=on_bad_row, form=f", {spec}" if spec else "")
+        self.file.write_text(text)
         self.diary = Diary(folder / "log")
 
     @property
@@ -88,111 +88,115 @@ class Quiet:
 
     @property
     def table(self) -> DeltaRsTable:
-        assert self.place.catalog is None
-        return self.place.open()
+        assert self.location.catalog is None
+        return self.location.open()
 
     @property
-    def place(self) -> TableLocation:
+    def location(self) -> TableLocation:
         return self.settings.tables.layout.location(THINGS, ChangeLog.open(self.settings.log.path).log_id)
 
     @property
-    def cursor(self) -> AppliedPosition:
-        found = self.place.open_for_reading().applied_position()
-        assert found is not None
-        return found
+    def applied_position(self) -> AppliedPosition:
+        position = self.location.open_for_reading().applied_position()
+        assert position is not None
+        return position
 
     def load(self, rows: Sequence[dict[str, Any]] = (), schema: TableSchema = SHOP) -> None:
-        """What a load leaves that saw these rows and nothing of the log."""
+        """Commit a load that read these rows, at the start of the log."""
         self.diary.commit()
-        lives = self.lives()
-        at = lives.index.position
-        table = self.table if self.place.catalog is None else iceberg_table(self.place)
-        table.load(schema, record_batches(schema, rows), lives.applied_position_at(at))
+        registry = self.registry()
+        position = registry.index.position
+        table = self.table if self.location.catalog is None else iceberg_table(self.location)
+        table.load(schema, record_batches(schema, rows), registry.applied_position_at(position))
 
-    def load_anew(
+    def reload(
         self,
         rows: Sequence[dict[str, Any]],
         name: str,
         schema: TableSchema = SHOP,
         *,
-        passed: Lsn | None = None,
-        letters: Sequence[DeadLetterBatch] = (),
+        ahead_until: Lsn | None = None,
+        dead_letters: Sequence[DeadLetterBatch] = (),
     ) -> None:
-        """What a load leaves that saw these rows and all of the log; with `passed`, some rows as they were later, and
-        with `letters`, others that it could not bring."""
-        lives = self.lives()
-        at = lives.index.position
-        cursor = replace(lives.applied_position_at(at), load=name)
+        """Commit a load that read these rows, at the end of the log.
+
+        With `ahead_until`, some rows are as they were at that later position. `dead_letters` are rows it rejected.
+        """
+        registry = self.registry()
+        position = registry.index.position
+        applied = replace(registry.applied_position_at(position), load=name)
         path = self.settings.log.path
         LoadStore(path).folder(name).mkdir(parents=True, exist_ok=True)
-        LoadStore(path).record_commit(name, passed or at)
-        now, aside = self.place.open_for_reading().applied_position(), DeadLetterStore(path, THINGS)
-        aside.before_load(name, whole=True, now=now.load if now else None, seq=cursor.seq)
-        if letters:
-            aside.write_load_rejects(name, cursor.seq, letters)
-        if self.place.catalog is None:
-            self.table.load(schema, record_batches(schema, rows), cursor)
+        LoadStore(path).record_commit(name, ahead_until or position)
+        current, store = self.location.open_for_reading().applied_position(), DeadLetterStore(path, THINGS)
+        store.before_load(name, whole=True, now=current.load if current else None, seq=applied.seq)
+        if dead_letters:
+            store.write_load_rejects(name, applied.seq, dead_letters)
+        if self.location.catalog is None:
+            self.table.load(schema, record_batches(schema, rows), applied)
         else:
-            self._land(schema, rows, cursor)
+            self._commit_iceberg_load(schema, rows, applied)
 
-    def _land(self, schema: TableSchema, rows: Sequence[dict[str, Any]], cursor: AppliedPosition) -> None:
-        """Stage rows as a task of a load does, and land them in an Iceberg table."""
-        place, name = self.place, cursor.load or ""
-        origin = LoadOrigin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
-        own = with_added_columns(place.spec, schema, record_batches(schema, rows), origin)
-        stored, by = place.spec.stored_schema(schema), place.spec.partition_by
-        files = stage(place.staging, f"{name}-000000", stored, own, by, numbered=True)
-        done = StagedChunk(
+    def _commit_iceberg_load(
+        self, schema: TableSchema, rows: Sequence[dict[str, Any]], applied: AppliedPosition
+    ) -> None:
+        """Stage rows as a load's task does, and commit them to an Iceberg table."""
+        location, name = self.location, applied.load or ""
+        origin = LoadOrigin(seq=applied.seq, position=str(applied.position), read_at=time.time_ns() // 1000)
+        rows_with_metadata = with_added_columns(location.spec, schema, record_batches(schema, rows), origin)
+        stored, partition_by = location.spec.stored_schema(schema), location.spec.partition_by
+        files = stage(location.staging, f"{name}-000000", stored, rows_with_metadata, partition_by, numbered=True)
+        staged = StagedChunk(
             chunk=0,
             files=files,
             keys=(),
             rows=len(rows),
             bytes=0,
             seconds=0.0,
-            seen_until=cursor.position,
+            seen_until=applied.position,
             dead_letters=0,
         )
-        LoadStore(self.settings.log.path).record_chunk(name, done)
-        iceberg_table(place).commit_load(schema, files, cursor, origin=origin)
+        LoadStore(self.settings.log.path).record_chunk(name, staged)
+        iceberg_table(location).commit_load(schema, files, applied, origin=origin)
 
     def keep(self, name: str) -> LoadKeeper:
-        """What the pipeline does once a load has landed."""
-        kept = self.seed_keeping()
-        kept.keep(self.lives().add(THINGS), name)
-        return kept
+        """Keep a load, as the pipeline does after the load commit."""
+        keeper = self.load_keeper()
+        keeper.keep(self.registry().add(THINGS), name)
+        return keeper
 
-    def seed_keeping(self) -> LoadKeeper:
+    def load_keeper(self) -> LoadKeeper:
         tables = self.settings.tables
-        return LoadKeeper(tables.keep_seed, tables.layout, self.lives())
+        return LoadKeeper(tables.keep_seed, tables.layout, self.registry())
 
     def commit(self, *rows: Change, schema: TableSchema = SHOP) -> Lsn:
-        """One commit of the log; where it ends."""
+        """Append one commit to the log; return its end."""
         self.diary.commit((schema, list(rows)))
         return self.diary.writer.position
 
     def commit_two(self, first: Sequence[Change], second: Sequence[Change]) -> tuple[Lsn, Lsn]:
-        """One commit of two transactions; where each ends."""
+        """Append one commit of two transactions; return the end of each."""
         begin = self.diary.writer.position.value
         ends = Lsn(begin + STEP // 2), Lsn(begin + STEP)
-        (made,) = self.diary._batches([(SHOP, [*first, *second])], "")
-        place = made.data.schema.get_field_index(change.POSITION)
+        (batch,) = self.diary._batches([(SHOP, [*first, *second])], "")
+        index = batch.data.schema.get_field_index(change.POSITION)
         texts = [str(ends[0])] * len(first) + [str(ends[1])] * len(second)
-        data = made.data.set_column(place, made.data.schema.field(place), pa.array(texts))
-        self.diary.writer.append(window(begin, begin + STEP, replace(made, data=data), transactions=2))
+        data = batch.data.set_column(index, batch.data.schema.field(index), pa.array(texts))
+        self.diary.writer.append(window(begin, begin + STEP, replace(batch, data=data), transactions=2))
         return ends
 
-    def lives(self) -> TableRegistry:
+    def registry(self) -> TableRegistry:
         settings = self.settings
-        lives = TableRegistry(ChangeLog.open(settings.log.path), settings.tables.layout, settings.tables.policies_of)
-        lives.refresh_index()
-        return lives
+        registry = TableRegistry(ChangeLog.open(settings.log.path), settings.tables.layout, settings.tables.policies_of)
+        registry.refresh_index()
+        return registry
 
     def apply(self, to: int | None = None) -> list[Outcome]:
-        """Bring the table to a commit, or to the end of the log."""
+        """Apply the log up to a commit, or to its end."""
         return apply(self.settings, to)
 
     def apply_killed(self, failpoint: str, hits: Path) -> int:
-        """The same in a process that dies at a named place; how that ended."""
+        """Apply the log in a process that dies at a failpoint; return its exit code."""
         return subprocess.run(
             [sys.executable, "-m", "tests.support.quiet", str(self.file)],
             check=False,
@@ -201,49 +205,52 @@ class Quiet:
         ).returncode
 
     def content(self) -> list[dict[str, Any]]:
-        """The lake table's rows."""
+        """Return the lake table's rows."""
         path = self.settings.tables.layout.path(THINGS)
-        if self.place.catalog is not None:
+        if self.location.catalog is not None:
             rows: list[dict[str, Any]] = rows_of(path).to_pylist()
             return rows
         return [row for file in self.table.files() for row in pq.read_table(path / file).to_pylist()]
 
     def rows(self) -> dict[int, dict[str, Any]]:
-        """The same by key."""
-        found = self.content()
-        assert len({row["id"] for row in found}) == len(found), "a key stands in one row"
-        return {row["id"]: row for row in found}
+        """Return the lake table's rows by key."""
+        rows = self.content()
+        assert len({row["id"] for row in rows}) == len(rows), "each key is in one row"
+        return {row["id"]: row for row in rows}
 
     def ns(self) -> dict[int, Any]:
-        """The value of `n` in each row."""
+        """Return the value of `n` in each row, by key."""
         return {key: row["n"] for key, row in sorted(self.rows().items())}
 
 
 def apply(settings: PipelineSettings, to: int | None = None) -> list[Outcome]:
     log = ChangeLog.open(settings.log.path)
-    lives = TableRegistry(log, settings.tables.layout, settings.tables.policies_of)
-    newest = lives.refresh_index()
+    registry = TableRegistry(log, settings.tables.layout, settings.tables.policies_of)
+    newest = registry.refresh_index()
     end = newest if to is None else to
-    life = lives.add(THINGS)
+    managed = registry.add(THINGS)
     outcomes: list[Outcome] = []
-    held = LogLease(log.path, APPLIER_LEASE)
+    lease = LogLease(log.path, APPLIER_LEASE)
     try:
-        while (stretch := lives.next_range(life, end)) is not None:
-            assert life.applied_position is not None
-            assert life.schema is not None
+        while (apply_range := registry.next_range(managed, end)) is not None:
+            assert managed.applied_position is not None
+            assert managed.schema is not None
             work: ApplyWork | EvolveWork = ApplyWork(
                 table=THINGS,
                 log=log.path,
-                location=life.location,
-                slices=stretch.slices,
-                schema=life.schema,
-                expected=life.applied_position,
-                position_after=stretch.position_after,
+                location=managed.location,
+                slices=apply_range.slices,
+                schema=managed.schema,
+                expected=managed.applied_position,
+                position_after=apply_range.position_after,
                 dead_letters_enabled=settings.tables.dead_letters_enabled(THINGS),
             )
-            if stretch.recast is not None:
+            if apply_range.recast is not None:
                 work = EvolveWork(
-                    table=THINGS, location=life.location, recast=stretch.recast, expected=life.applied_position
+                    table=THINGS,
+                    location=managed.location,
+                    recast=apply_range.recast,
+                    expected=managed.applied_position,
                 )
             outcome = _advanced(work)
             outcomes.append(outcome)
@@ -251,14 +258,14 @@ def apply(settings: PipelineSettings, to: int | None = None) -> list[Outcome]:
                 break
             assert outcome.applied_position is not None
             assert outcome.schema is not None
-            life.record_commit(outcome.applied_position, outcome.schema)
+            managed.record_commit(outcome.applied_position, outcome.schema)
     finally:
-        held.release()
+        lease.release()
     return outcomes
 
 
 def _advanced(work: ApplyWork | EvolveWork) -> Outcome:
-    """The work, done by whoever writes the table: Iceberg's connector writes no Delta tables."""
+    """Run the work with the engine under test; Iceberg's connector writes no Delta tables."""
     if not IS_SPARK or (IS_ICEBERG and work.location.catalog is None):
         return advance_table(work)
     (outcome,) = spark_engine().run(advance_table, [work])

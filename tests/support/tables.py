@@ -84,7 +84,7 @@ class Scene:
             wanted=wanted or (lambda table: table.schema in self._schemas),
             named=names.__contains__,
             slot=self.name,
-            slot_anew=True,
+            recreate_slot=True,
             publication=self.name,
             publication_create=not own,
         )

@@ -1,4 +1,4 @@
-"""Errors are a contract: each code is documented, and an error survives the way between processes."""
+"""Errors are a contract: each code is documented, and an error survives the transfer between processes."""
 
 from __future__ import annotations
 

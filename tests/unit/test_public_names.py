@@ -107,8 +107,8 @@ except ImportError as error:
     print(error)
 """
     assert printed(MISSING + code) == (
-        f"`tailrace.{name}` needs the package `{needs}`, which is not installed: `pip install tailrace` brings all "
-        "that pipelines need"
+        f"`tailrace.{name}` needs the package `{needs}`, which is not installed: `pip install tailrace` installs "
+        "all that pipelines need"
     )
 
 

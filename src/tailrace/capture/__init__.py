@@ -1,1 +1,1 @@
-"""Reading a database's log: the port every source implements, and the sources."""
+"""Reading a source log: the port that every source implements, and the sources."""

@@ -1,11 +1,13 @@
-"""The port every source implements, and what an implementer must promise.
+"""The port that every source implements, and what an implementer must promise.
 
-Order: windows arrive in the source's commit order, whole transactions only, none missing between two windows. A
+Order: windows arrive in the source's commit order, as whole transactions, and none is missing between two windows. A
 transaction too large to hold arrives as open windows and one that finishes it, with nothing in between.
-Repetition: a stream opened after a position yields nothing that ended at or before it, and every transaction
-after it from its beginning.
-Durability: the source keeps everything after the last confirmed position; `confirm` is the only thing that
-lets it go, and the caller confirms only what is durable on its side.
+
+Repetition: a stream opened after a position yields nothing that ended at or before it. It yields every transaction
+after it, from the transaction's beginning.
+
+Durability: the source keeps everything after the last confirmed position. Only `confirm` lets it discard more, and the
+caller confirms only what is durable on its side.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from tailrace.model.schema import TableId, TableSchema
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a source can do; asking for more is an error, not a silence."""
+    """The abilities of a source. A request beyond it is an error, never ignored."""
 
     live: bool
     snapshot: bool
@@ -34,12 +36,12 @@ class Capabilities:
 
     def require(self, name: str) -> None:
         if not getattr(self, name):
-            raise Unsupported(f"this source cannot do `{name}`", hint="Choose another source for it.")
+            raise Unsupported(f"this source cannot do `{name}`", hint="Choose a source that can.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceId:
-    """Which database a log belongs to. Two servers with equal data are still two sources."""
+    """The database that a log belongs to. Two servers with equal data are still two sources."""
 
     kind: str
     system: str
@@ -49,7 +51,7 @@ class SourceId:
 
 @dataclass(frozen=True, kw_only=True)
 class Lag:
-    """How far the source's log reaches beyond what was confirmed."""
+    """The distance from the confirmed position to the end of the source log."""
 
     end: Lsn
     confirmed: Lsn | None
@@ -57,20 +59,22 @@ class Lag:
 
 
 class Stream(Protocol[P]):
-    """A live stream of windows; one thread uses it."""
+    """A live stream of windows, used by one thread."""
 
     def read(self, after: P, wait_seconds: float) -> Window[P] | None:
-        """The next window after the given position; an empty one if only the position moved; None if
-        nothing came in time. `after` is the end of the last window that the caller has, durable or held.
+        """Return the next window after the position.
 
-        An open window does not move that position, so reading on says that it was kept. A caller that could not
-        keep it closes the stream and opens another, which begins the transaction again."""
+        An empty window means that only the position moved; None, that nothing arrived in time. `after` is the end of
+        the last window that the caller has, durable or in memory. An open window does not move that position, so the
+        next read says that it was kept. A caller that could not keep it closes the stream and opens another one, which
+        begins the transaction again.
+        """
 
     def confirm(self, position: P) -> None:
-        """Everything up to here is durable elsewhere: the source may discard it."""
+        """Let the source discard everything up to here: it is durable elsewhere."""
 
     def close(self) -> None:
-        """Let go of the source; nothing is confirmed that was not."""
+        """Disconnect from the source, without confirming anything more."""
 
 
 class TableReader(Protocol):
@@ -81,19 +85,19 @@ class TableReader(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def describe(self, table: TableId) -> TableSchema:
-        """The table's shape in this snapshot."""
+        """Return the table's schema in this snapshot."""
 
     def rows(self, schema: TableSchema) -> Iterator[pa.RecordBatch]:
-        """The table's rows, in bounded batches of the table's own columns."""
+        """Yield the table's rows, in bounded batches of the table's own columns."""
 
 
 class TableSnapshot(Protocol):
-    """Tables as of one position of the log: exactly what committed at or before `point`."""
+    """Tables as of one position of the log: exactly what committed at or before `position`."""
 
     position: Lsn
 
     def reader(self) -> TableReader:
-        """A reader; valid while the snapshot is open."""
+        """Return a reader; it is valid while the snapshot is open."""
 
 
 class ChangeCapture(Protocol):
@@ -102,127 +106,142 @@ class ChangeCapture(Protocol):
     capabilities: Capabilities
 
     def live(self, after: Lsn) -> Stream:
-        """Stream what committed after the position."""
+        """Open a stream of what committed after the position."""
 
     def snapshot(self) -> AbstractContextManager[TableSnapshot]:
-        """A consistent reading of tables, tied to a position of the log."""
+        """Open a consistent view of the tables, at one position of the log."""
 
     def lag(self) -> Lag:
-        """How far behind the source's own log we are."""
+        """Return how far behind the source's own log we are."""
 
 
-# What a source may also do. A runtime asks whether it does; a pipeline knows its source.
+# Optional abilities. A runtime checks whether a source has them; a pipeline knows its source.
 
 
 @runtime_checkable
 class CustomPositionSource(Protocol):
-    """A source that does not count in `Lsn`."""
+    """A source whose positions are not an `Lsn`."""
 
     @property
     def beginning(self) -> Position:
-        """Before everything that it has: where a stream begins that is new. All its positions are of this type; each
-        reaches those before it, and a row's `_position` is the text of one."""
+        """The position before everything it has: a new stream begins here.
+
+        All its positions are of this type, and each reaches those before it. A row's `_position` is the text of one.
+        """
 
 
 def first_position(source: object) -> Position:
-    """Where a stream of this source begins that is new, if it does not say otherwise when it gets ready."""
+    """Return where a new stream begins, unless the source says otherwise in `prepare`."""
     return source.beginning if isinstance(source, CustomPositionSource) else ZERO
 
 
 def require_position_type(position: Position, beginning: Position) -> None:
-    """Refuse a position of a source that does not count in such."""
+    """Refuse a position that is not of the source's position type."""
     if type(position) is not type(beginning):
         raise ConfigError(
-            "a source gave a position of another kind than it counts in",
+            "the source returned a position of another type than its own",
             found=position_type_of(position).value,
             expected=position_type_of(beginning).value,
-            hint="Let its `beginning` be of the kind that its windows have.",
+            hint="Return the same position type from `beginning` as the windows have.",
         )
 
 
 @runtime_checkable
 class PreparedSource(Protocol[P]):
-    """A source that knows which database it is, and gets ready before it is streamed from."""
+    """A source that knows its database, and prepares for streaming."""
 
     def identify(self) -> SourceId:
-        """Which database this is."""
+        """Return which database this is."""
 
     def prepare(self, position: P | None, origin: SourceId | None = None) -> P | None:
-        """Get ready to stream after a position of that origin, and refuse if that cannot be. Without a position: where
-        a stream begins that is new."""
+        """Prepare to stream after a position of that origin, and refuse if that is impossible.
+
+        Without a position: return where a new stream begins.
+        """
 
 
 @runtime_checkable
 class RevertibleSource(Protocol):
-    """An anchored source that makes something at its server when it gets ready for a stream that is new."""
+    """A prepared source that creates something at its server for a new stream."""
 
     def unprepare(self) -> None:
-        """Take that back: the start failed, and nothing knows of it. Called only after a `prepare` without a position
-        that has succeeded."""
+        """Undo `prepare`: the start failed, and no stored state refers to it.
+
+        Called only after a `prepare` without a position has succeeded.
+        """
 
 
 @runtime_checkable
 class HasTimeline(Protocol):
-    """A stream that knows the history its positions are of."""
+    """A stream that knows the history of its positions."""
 
     timeline: int
 
 
 class TimelineStream(Stream, HasTimeline, Protocol):
-    """A stream that is one, whatever stands around it."""
+    """A `Stream` that has a timeline."""
 
 
 @runtime_checkable
 class SchemaAwareSource(Protocol):
-    """A source to which the last known shapes of its tables are told: rows may come of one that is gone."""
+    """A source that needs the last known schemas of its tables.
 
-    def remember_schemas(self, shapes: Sequence[TableSchema]) -> None: ...
+    Its rows may be of a table that was dropped since.
+    """
+
+    def remember_schemas(self, schemas: Sequence[TableSchema]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScanPiece:
-    """Some rows of a table that is scanned, in order."""
+    """Some rows of a table under scan, in order."""
 
     schema: TableSchema
     data: pa.RecordBatch
     """The table's own columns."""
     position: Position
-    """Everything that the rows show ended at or before this."""
+    """Every transaction visible in the rows ended at or before this."""
     table_done: bool
-    """Whether these are the table's last."""
+    """True if these are the table's last rows."""
     record: Callable[[int], Mapping[str, Any]]
-    """The scan's record once so many of these rows are acknowledged."""
+    """Returns the scan's record once that many of these rows are acknowledged."""
 
 
 class Scan(Protocol):
-    """Tables being read: in one snapshot, with the stream to begin at `start`; or *live*, chunk by chunk beside a
-    stream that goes on. One thread uses it.
+    """A read of whole tables, before the stream or during it.
 
-    Order: tables as they were named, the rows of each in the order of its key. Repetition: a scan that is resumed from
-    a record yields nothing that was acknowledged by it, and all the rest. A row is never older than the
-    transactions that `begin` was told of.
+    Before the stream it is one snapshot; *live*, it is chunk by chunk. With one snapshot the stream begins at `start`.
+    One thread uses a scan.
+
+    Order: tables in the given order, the rows of each in the order of its key. Repetition: a scan resumed from a record
+    yields nothing that the record acknowledges, and all the rest. A row is never older than the transactions passed to
+    `begin`.
     """
 
     @property
     def start(self) -> Position:
-        """Where the stream begins."""
+        """The position where the stream begins."""
 
     def record(self) -> Mapping[str, Any]:
-        """What it can be resumed from before any row of it is acknowledged; small, and fit for JSON."""
+        """Return a record to resume from, as long as no row is acknowledged. It is small, and fit for JSON."""
 
     def begin(self, delivered: Collection[int]) -> bool:
-        """Begin the next chunk, if none is under way, in a snapshot that sees all these transactions; False if there
-        is none yet: ask again later."""
+        """Begin the next chunk in a snapshot that sees all these transactions.
+
+        Nothing happens if a chunk is under way.
+
+        False if there is no such snapshot yet: call again later.
+        """
 
     def next(self, rows_max: int) -> ScanPiece | None:
-        """The next rows of the chunk under way; None if it has no more."""
+        """Return the next rows of the chunk under way; None if it has no more."""
 
     @property
     def done(self) -> bool:
-        """Whether there is no other chunk."""
+        """True if no chunk remains."""
 
     def close(self) -> None:
-        """Let go of the source."""
+        """Disconnect from the source."""
 
 
 @runtime_checkable
@@ -230,7 +249,7 @@ class Scannable(Protocol):
     """A source whose tables can be scanned."""
 
     def scan(self, tables: Sequence[TableId], *, live: bool, where: str | None = None) -> Scan:
-        """Begin to read tables; those that cannot be read this way are refused."""
+        """Begin to read tables; refuse those that cannot be read this way."""
 
     def resume_scan(self, record: Mapping[str, Any]) -> Scan | None:
-        """Go on with a scan; None if that cannot be, and it has to begin anew."""
+        """Resume a scan; None if it has to start again."""

@@ -1,8 +1,8 @@
-"""What a stream has given, held to what streams promise.
+"""Checks of what a stream returned against the promises of the port.
 
-A source may be anyone's own. A window that says less than it holds would be passed over, and one that begins behind the
-place it was asked for would leave something out, each without a word; rows that are not numbered one after the other
-would share their numbers with others. So each window is looked at before anything is made of it.
+A source may be written by anyone. A window that declares fewer rows than it holds would be skipped. A window that
+begins after the requested position would lose changes. Rows not numbered consecutively would share numbers with other
+rows. All of this would be silent, so each window is checked before it is used.
 """
 
 from __future__ import annotations
@@ -21,61 +21,63 @@ _ALWAYS = tuple(field.name for field in change.REQUIRED)
 
 
 def require_stream(stream: object) -> None:
-    """Refuse what `live` gave if it is no stream."""
-    hint = "`live(after)` returns an object with `read(after, wait_seconds)`, `confirm(position)` and `close()`."
+    """Refuse what `live` returned if it is not a stream."""
+    hint = "Return an object with `read(after, wait_seconds)`, `confirm(position)` and `close()` from `live(after)`."
     require_methods("live(…)", stream, ("read", "confirm", "close"), hint)
 
 
 def require_window(window: AnyWindow, after: Position) -> None:
-    """Refuse what is no window behind this position."""
-    require_instance("read(…)", window, Window, "Return a `Window`, or None if nothing came in time.")
+    """Refuse what is not a window after this position."""
+    require_instance("read(…)", window, Window, "Return a `Window`, or None if nothing arrived in time.")
     require_position_type(window.end, after)
     if not reaches(after, window.start):
         raise ConfigError(
-            "a window begins behind the place that it was asked for: something is left out",
+            "a window begins after the requested position: changes are missing",
             start=window.start,
             after=after,
-            hint="It begins where the one before has ended: `start=after`.",
+            hint="Begin a window where the one before ended: `start=after`.",
         )
     rows = 0
     numbers: list[int] = []
     for batch in window.batches:
         require_batch(batch, placed=not window.open)
         if not len(batch):
-            raise ConfigError("a batch of a window has no rows", table=batch.schema.table, hint="Leave it out.")
+            raise ConfigError(
+                "a window has a batch without rows", table=batch.schema.table, hint="Leave the batch out."
+            )
         seqs = batch.data.column(change.SEQ)
         rows += len(seqs)
         numbers += (seqs[0].as_py(), seqs[-1].as_py())
     if rows != window.rows:
         raise ConfigError(
-            "a window does not have the rows that it says it has",
+            "a window does not have the number of rows that it declares",
             says=window.rows,
             has=rows,
-            hint="Give it `rows=`, how many all its batches have together, and `transactions=`.",
+            hint="Set `rows=` to the rows of all its batches together, and `transactions=`.",
         )
     if numbers and max(numbers) - min(numbers) != rows - 1:
         raise ConfigError(
-            "the rows of a window are not numbered one after the other",
+            "the rows of a window are not numbered consecutively",
             first=min(numbers),
             last=max(numbers),
             rows=rows,
-            hint="`_seq` counts from 0 through all batches of a window, in the order of the changes.",
+            hint="Count `_seq` from 0 through all batches of a window, in the order of the changes.",
         )
 
 
 def require_batch(batch: ChangeBatch, *, placed: bool) -> None:
-    """Refuse rows that lack what changes have. `placed`: whether it is known where their transactions ended."""
+    """Refuse rows that lack columns of a change. `placed`: the end of their transactions is known."""
     require_instance("batches", batch, ChangeBatch, "Give `ChangeBatch(schema=…, data=…)` for each table.")
-    require_instance("schema", batch.schema, TableSchema, "A batch has the shape of its table.")
-    require_instance("data", batch.data, pa.RecordBatch, "A batch has its rows as a `pyarrow.RecordBatch`.")
-    there = set(batch.data.schema.names)
-    needed = (*_ALWAYS, *map(change.stored_name, batch.schema.names))
-    lacking = [name for name in needed if name not in there and (placed or name != change.POSITION)]
-    if lacking:
+    require_instance("schema", batch.schema, TableSchema, "Give the batch the `TableSchema` of its table.")
+    require_instance("data", batch.data, pa.RecordBatch, "Give the rows as a `pyarrow.RecordBatch`.")
+    present = set(batch.data.schema.names)
+    required = (*_ALWAYS, *map(change.stored_name, batch.schema.names))
+    missing = [name for name in required if name not in present and (placed or name != change.POSITION)]
+    if missing:
         raise ConfigError(
-            "rows lack what their shape says they have",
+            "rows lack columns of their schema",
             table=batch.schema.table,
-            columns=", ".join(lacking),
-            hint="`schema.change_schema()` has all: what every change has, and the table's own columns. `batch_of(…)` "
-            "makes such a batch.",
+            columns=", ".join(missing),
+            hint="`schema.change_schema()` has all: what every change has, and the table's own columns. Create such "
+            "a batch with `batch_of(…)`.",
         )

@@ -1,1 +1,1 @@
-"""The durable, ordered, many-table log between capture and everyone who reads."""
+"""The durable, ordered log of many tables, between capture and its readers."""

@@ -1,4 +1,4 @@
-"""`tailrace checkpoints`: look at a store of checkpoints, give one by hand, or take one away."""
+"""Run `tailrace checkpoints`: list, set and delete the checkpoints of a store."""
 
 from __future__ import annotations
 
@@ -19,79 +19,82 @@ from tailrace.state.checkpoint import Checkpoint, seed_checkpoint
 from tailrace.state.checkpoint_stores import FileCheckpointStore
 
 _VERSION = re.compile(r"[0-9a-f]{32}\.[0-9]+\.json")
-"""How a schema history calls its files."""
+"""Matches the file names of a schema history."""
 
 
 def checkpoints(arguments: argparse.Namespace) -> ExitCode:
-    """Do what was asked for. Listing works beside a running owner; the others are refused then."""
-    _refuse_nonsense(arguments)
+    """Run the requested action.
+
+    Listing works while another process owns the store; the other actions are then refused.
+    """
+    _refuse_bad_arguments(arguments)
     _refuse_other_folders(arguments.folder)
     if arguments.action == "list":
-        found = FileCheckpointStore(arguments.folder, read_only=True).all()
+        checkpoints_by_key = FileCheckpointStore(arguments.folder, read_only=True).all()
         if arguments.json:
-            print_json({"checkpoints": [{"key": key} | item.to_json() for key, item in found.items()]})
+            print_json({"checkpoints": [{"key": key} | item.to_json() for key, item in checkpoints_by_key.items()]})
         else:
-            print_out(_text(found))
+            print_out(_text(checkpoints_by_key))
         return ExitCode.OK
     if not Path(arguments.folder).is_dir() and arguments.action == "delete":
         raise ConfigError("there is no such folder", folder=arguments.folder, hint="Check the path.")
     with FileCheckpointStore(arguments.folder) as store:
         if arguments.action == "seed":
-            given = Checkpoint.parse(
+            checkpoint = Checkpoint.parse(
                 source_type=arguments.source, position_type=arguments.type, position=arguments.position
             )
-            seed_checkpoint(store, arguments.key, given)
-            said = f"seeded {arguments.key} at {given.position}"
+            seed_checkpoint(store, arguments.key, checkpoint)
+            message = f"seeded {arguments.key} at {checkpoint.position}"
         elif store.delete(arguments.key):
-            said = f"deleted {arguments.key}"
+            message = f"deleted {arguments.key}"
         else:
             raise ConfigError(
-                "there is no checkpoint of this key",
+                "there is no checkpoint with this key",
                 key=arguments.key,
-                hint=f"`tailrace checkpoints {arguments.folder} list` shows all.",
+                hint=f"See `tailrace checkpoints {arguments.folder} list` for all keys.",
             )
     if arguments.json:
         print_json({"action": arguments.action, "key": arguments.key})
     else:
-        print_out(one_line(said))
+        print_out(one_line(message))
     return ExitCode.OK
 
 
-def _refuse_nonsense(arguments: argparse.Namespace) -> None:
-    given = [arguments.source, arguments.type, arguments.position]
-    seeds = arguments.action == "seed"
+def _refuse_bad_arguments(arguments: argparse.Namespace) -> None:
+    seed_options = [arguments.source, arguments.type, arguments.position]
+    is_seed = arguments.action == "seed"
     if (arguments.key is None) != (arguments.action == "list"):
         raise ConfigError(
-            "`list` takes no key, and `seed` and `delete` take one",
+            "`list` takes no key; `seed` and `delete` need one",
             hint="For example: `tailrace checkpoints FOLDER delete orders`.",
         )
-    if any((value is None) == seeds for value in given):
+    if any((value is None) == is_seed for value in seed_options):
         raise ConfigError(
-            "`seed` needs `--source`, `--type` and `--position`, and nothing else takes them",
+            "`seed` needs `--source`, `--type` and `--position`; the other actions do not take them",
             hint="For example: `tailrace checkpoints FOLDER seed orders --source postgresql --type postgresql-lsn "
             "--position 16/B374D848`.",
         )
 
 
 def _refuse_other_folders(folder: str) -> None:
-    """What is another's is neither read as damaged nor written to."""
+    """Refuse folders of other stores, instead of reading them as damaged or writing to them."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     if any(_VERSION.fullmatch(name) for name in names):
         raise ConfigError(
-            "the folder is a schema history, and no checkpoint store",
+            "the folder is a schema history, not a checkpoint store",
             folder=folder,
-            hint="`tailrace schema-history FOLDER` shows what it has; a checkpoint store has its own folder.",
+            hint="See `tailrace schema-history FOLDER` for its contents; a checkpoint store has its own folder.",
         )
     if {"meta.json", "hot"} <= set(names):
         raise ConfigError(
-            "the folder is a change log, and no checkpoint store",
+            "the folder is a change log, not a checkpoint store",
             folder=folder,
-            hint="It keeps its place itself: `tailrace log FILE show` tells it.",
+            hint="See `tailrace log FILE show` for its position: a log stores that itself.",
         )
 
 
-def _text(found: dict[str, Checkpoint]) -> str:
-    if not found:
+def _text(checkpoints_by_key: dict[str, Checkpoint]) -> str:
+    if not checkpoints_by_key:
         return "there are no checkpoints"
     view = Table(box=SIMPLE_HEAD, pad_edge=False)
     view.add_column("key", overflow="fold", min_width=8)
@@ -99,7 +102,7 @@ def _text(found: dict[str, Checkpoint]) -> str:
         view.add_column(title, overflow="fold")
     for title in ("time", "age"):
         view.add_column(title, no_wrap=True)
-    for key, item in found.items():
+    for key, item in checkpoints_by_key.items():
         cells = (key, item.source_type, str(item.position), item.transaction or log_view.NONE)
         time = item.time.isoformat(timespec="seconds").replace("+00:00", "Z")
         view.add_row(*(Text(one_line(cell)) for cell in cells), time, human_seconds(item.age_seconds))

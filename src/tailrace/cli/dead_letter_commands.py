@@ -1,4 +1,4 @@
-"""`tailrace dead-letters`: show what was set aside, have it tried again, or drop it."""
+"""Run `tailrace dead-letters`: list, replay or drop dead letters."""
 
 from __future__ import annotations
 
@@ -14,88 +14,92 @@ from tailrace.pipeline.config.settings import PipelineSettings
 
 
 def dead_letters(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
-    """Do what was asked for."""
-    _refuse_nonsense(arguments)
+    """Run the requested action."""
+    _refuse_bad_arguments(arguments)
     if arguments.action == "replay":
-        asked = dead_letter_actions.request_replay(settings, arguments.tables)
-        _tell(asked, arguments, done="replayed", text=_replay_text(asked, arguments.file))
+        result = dead_letter_actions.request_replay(settings, arguments.tables)
+        _print(result, arguments, done="replayed", text=_replay_text(result, arguments.file))
     elif arguments.forget:
-        asked = dead_letter_actions.forget_dead_letters(settings, arguments.tables, arguments.seq or ())
-        _tell(asked, arguments, done="forgotten", text=_forget_text(asked))
+        result = dead_letter_actions.forget_dead_letters(settings, arguments.tables, arguments.seq or ())
+        _print(result, arguments, done="forgotten", text=_forget_text(result))
     else:
-        letters = dead_letter_actions.list_dead_letters(settings, arguments.tables, payload=arguments.payload)
+        entries = dead_letter_actions.list_dead_letters(settings, arguments.tables, payload=arguments.payload)
         if arguments.json:
-            print_json({"letters": [letter.to_json() for letter in letters]})
+            print_json({"letters": [entry.to_json() for entry in entries]})
         else:
-            print_out("\n".join(map(_line, letters)) or "there are no dead letters")
+            print_out("\n".join(map(_line, entries)) or "there are no dead letters")
     return ExitCode.OK
 
 
-def _refuse_nonsense(arguments: argparse.Namespace) -> None:
+def _refuse_bad_arguments(arguments: argparse.Namespace) -> None:
     if arguments.action == "replay" and (arguments.payload or arguments.forget or arguments.seq):
         raise ConfigError(
             "`--payload`, `--forget` and `--seq` go with `list` only",
             hint="For example: `tailrace dead-letters FILE list public.orders --forget --seq 12`.",
         )
     if arguments.seq and not arguments.forget:
-        raise ConfigError("`--seq` goes with `--forget` only", hint="`list` shows every letter with its number.")
+        raise ConfigError(
+            "`--seq` goes with `--forget` only", hint="Give both: `list` shows every dead letter with its number."
+        )
 
 
-def _tell(asked: DeadLetterRequestResult, arguments: argparse.Namespace, *, done: str, text: str) -> None:
+def _print(result: DeadLetterRequestResult, arguments: argparse.Namespace, *, done: str, text: str) -> None:
     if arguments.json:
         tables = [
             {"schema": table.schema, "table": table.name, "letters": count}
-            | ({"stopped": asked.stopped[table]} if table in asked.stopped else {})
-            for table, count in asked.tables.items()
+            | ({"stopped": result.stopped[table]} if table in result.stopped else {})
+            for table, count in result.tables.items()
         ]
-        kept = [{"schema": table.schema, "table": table.name, "letters": n} for table, n in asked.unreplayable.items()]
-        print_json({done: tables, "apply_pid": asked.apply_pid} | ({"kept": kept} if kept else {}))
+        unreplayable = [
+            {"schema": table.schema, "table": table.name, "letters": n} for table, n in result.unreplayable.items()
+        ]
+        print_json({done: tables, "apply_pid": result.apply_pid} | ({"kept": unreplayable} if unreplayable else {}))
     else:
         print_out(redact(text))
 
 
-def _line(letter: DeadLetterEntry) -> str:
-    said = (
-        f"{letter.name} · seq {letter.seq} · {letter.operation} at {letter.position} · transaction {letter.transaction}"
-        f" · {letter.committed_at} · {letter.cause} [{letter.code}]"
+def _line(entry: DeadLetterEntry) -> str:
+    text = (
+        f"{entry.name} · seq {entry.seq} · {entry.operation} at {entry.position} · transaction {entry.transaction}"
+        f" · {entry.committed_at} · {entry.cause} [{entry.code}]"
     )
-    said += " · its row has gone on without it" if letter.passed else ""
-    payload = "" if letter.payload is None else f" · {json.dumps(letter.payload, ensure_ascii=False)}"
-    return one_line(said + payload)
+    text += " · later changes of its row were applied" if entry.passed else ""
+    payload = "" if entry.payload is None else f" · {json.dumps(entry.payload, ensure_ascii=False)}"
+    return one_line(text + payload)
 
 
-def _replay_text(asked: DeadLetterRequestResult, file: str) -> str:
-    kept = [
-        f"{table}: {_count(count)} cannot be tried again, for the source no longer has the row as it was: look with "
+def _replay_text(result: DeadLetterRequestResult, file: str) -> str:
+    unreplayable = [
+        f"{table}: {_count(count)} cannot be replayed, because the source no longer has the row as it was: see "
         f"`list {table} --payload`, then drop with `list {table} --forget`"
-        for table, count in asked.unreplayable.items()
+        for table, count in result.unreplayable.items()
     ]
-    if not asked.tables:
-        return "\n".join(map(one_line, kept)) or "there are no dead letters"
+    if not result.tables:
+        return "\n".join(map(one_line, unreplayable)) or "there are no dead letters"
     lines = [
-        f"{table}: {_count(count)} {'is' if count == 1 else 'are'} tried again"
+        f"{table}: {_count(count)} {'is' if count == 1 else 'are'} replayed"
         + (
-            f" once the table, which is {asked.stopped[table]}, goes on: see `tailrace status {file}`"
-            if table in asked.stopped
+            f" once the table, which is {result.stopped[table]}, runs again: see `tailrace status {file}`"
+            if table in result.stopped
             else ""
         )
-        for table, count in asked.tables.items()
+        for table, count in result.tables.items()
     ]
-    lines += kept
-    if asked.apply_pid is not None and len(asked.stopped) == len(asked.tables):
+    lines += unreplayable
+    if result.apply_pid is not None and len(result.stopped) == len(result.tables):
         return "\n".join(map(one_line, lines))
-    if asked.apply_pid is not None:
-        by = f"process {asked.apply_pid}" if asked.apply_pid else "the process"
-        lines.append(f"{by} that applies now takes it up within a few seconds")
+    if result.apply_pid is not None:
+        by = f"process {result.apply_pid}" if result.apply_pid else "the process"
+        lines.append(f"{by} that applies now starts it within a few seconds")
     else:
-        lines.append(f"nothing applies now: the next `tailrace run {file}` or `tailrace apply {file}` does it")
+        lines.append(f"no process applies now: the next `tailrace run {file}` or `tailrace apply {file}` does it")
     return "\n".join(map(one_line, lines))
 
 
-def _forget_text(asked: DeadLetterRequestResult) -> str:
-    lines = [f"{table}: {_count(count)} dropped; the rows stay as they are" for table, count in asked.tables.items()]
+def _forget_text(result: DeadLetterRequestResult) -> str:
+    lines = [f"{table}: {_count(count)} dropped; the rows stay as they are" for table, count in result.tables.items()]
     return "\n".join(map(one_line, lines)) or "there are no dead letters"
 
 
-def _count(letters: int) -> str:
-    return "1 letter" if letters == 1 else f"{letters:,} letters"
+def _count(count: int) -> str:
+    return "1 dead letter" if count == 1 else f"{count:,} dead letters"

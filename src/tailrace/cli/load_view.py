@@ -1,4 +1,4 @@
-"""How a person sees loads: each while it runs, and in one line when it has ended."""
+"""Show loads to a person: each while it runs, and one line at its end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tailrace.pipeline.report import LoadResult, LoadStatus, TableState, TableSt
 
 BAR_COLUMNS = 16
 LINES_MAX = 10
-"""Of loads under way, where they are told line by line."""
+"""Running loads to print, where they are printed line by line."""
 BUSY = "slower: the source is busy"
 
 _STAGES = {
     "waiting": "waiting for open transactions",
-    "landing": "making the commit",
-    "replaying": "replaying what was committed meanwhile",
+    "landing": "committing",
+    "replaying": "applying changes committed during the load",
 }
 
 
@@ -31,29 +31,30 @@ _STAGES = {
 
 
 def running_loads(tables: Sequence[TableStatus]) -> list[tuple[TableStatus, LoadStatus]]:
-    """The tables that are being loaded, each with how that stands."""
+    """Return the tables that are being loaded, each with its load."""
     return [(table, table.load) for table in tables if table.load is not None]
 
 
 def rows_under_way(table: TableStatus) -> int:
-    """Rows that a load has read and that are not in the table yet."""
+    """Return the rows that a load has read and not yet committed."""
     if table.load is None:
         return table.rows_loaded if table.state is TableState.SEEDING else 0
     return 0 if table.load.stage == "replaying" else table.load.rows
 
 
 def stage_text(load: LoadStatus) -> str:
-    """What the load is at, in words."""
-    said = _STAGES.get(load.stage, load.stage)
+    """Return the stage of the load as text."""
+    text = _STAGES.get(load.stage, load.stage)
     if load.stage == "waiting" and load.waiting_for:
-        said = f"waiting for {load.waiting_for}"
-    return f"{said}, {BUSY}" if load.backing_off and load.stage == "reading" else said
+        text = f"waiting for {load.waiting_for}"
+    return f"{text}, {BUSY}" if load.backing_off and load.stage == "reading" else text
 
 
 def load_fraction(table: TableStatus, load: LoadStatus) -> float:
-    """How much of the load is done: by chunks and, inside of them, by the rows that the source expects.
+    """Return the fraction of the load that is done, by chunks and rows.
 
-    Only its own end makes it whole, for the estimate may be low.
+    Rows count within the running chunks. It stays below 1 until the load ends, because the estimated row count may be
+    low.
     """
     by_chunks = load.chunks_done / load.chunks if load.chunks else 0.0
     by_rows = load.rows / table.load_rows_estimated if table.load_rows_estimated else 0.0
@@ -62,9 +63,9 @@ def load_fraction(table: TableStatus, load: LoadStatus) -> float:
 
 
 def load_cell(table: TableStatus) -> ConsoleRenderable:
-    """Rows loaded; while they are, how much of the whole that is."""
+    """Return the rows loaded and, during a load, the fraction of the whole."""
     load = table.load
-    if load is not None:  # its bar stands with the loads
+    if load is not None:  # its bar is in the list of loads
         rows = human_count(load.rows)
         return Text(rows if load.stage == "replaying" else f"{load_fraction(table, load):.0%} {rows}")
     if table.state not in (TableState.SEEDING, TableState.REFRESHING):
@@ -78,32 +79,35 @@ def load_cell(table: TableStatus) -> ConsoleRenderable:
 
 
 def loads_view(tables: Sequence[TableStatus], *, rows_max: int | None = None) -> Table:
-    """The loads that are under way, each on one line where there is room for so many only."""
-    found = sorted(running_loads(tables), key=lambda pair: pair[1].stage != "reading")
+    """Return the running loads, each on one line where only some rows fit."""
+    loads = sorted(running_loads(tables), key=lambda pair: pair[1].stage != "reading")
     view = Table(box=SIMPLE_HEAD, pad_edge=False)
     view.add_column("load of", overflow="fold", min_width=10)
     view.add_column("", no_wrap=True)
     view.add_column("progress", overflow="fold")
-    for table, load in found[:rows_max]:
+    for table, load in loads[:rows_max]:
         bar = Text("") if load.stage == "replaying" else _bar(load_fraction(table, load))
-        said = Text(_figures(table, load), style=_style(load))
-        if rows_max is not None:  # of the text, not of the column: a column that may not wrap takes all there is
-            said.no_wrap, said.overflow = True, "ellipsis"
-        view.add_row(Text(one_line(table.name)), bar, said)
-    if rows_max is not None and len(found) > rows_max:
-        view.add_row(Text(f"… and {len(found) - rows_max} more", style="dim"))
+        text = Text(_figures(table, load), style=_style(load))
+        if rows_max is not None:  # set on the text: a column without wrapping would take the whole width
+            text.no_wrap, text.overflow = True, "ellipsis"
+        view.add_row(Text(one_line(table.name)), bar, text)
+    if rows_max is not None and len(loads) > rows_max:
+        view.add_row(Text(f"… and {len(loads) - rows_max} more", style="dim"))
     return view
 
 
 def load_lines(tables: Sequence[TableStatus]) -> list[str]:
-    """The same, a line each, for where nothing can be redrawn."""
-    found = running_loads(tables)
-    lines = [f"load of {table.name}: {_figures(table, load)}" for table, load in found[:LINES_MAX]]
-    return lines + ([f"… and {len(found) - LINES_MAX} more loads"] if len(found) > LINES_MAX else [])
+    """Return the running loads, a line each, for output that cannot be redrawn."""
+    loads = running_loads(tables)
+    lines = [f"load of {table.name}: {_figures(table, load)}" for table, load in loads[:LINES_MAX]]
+    return lines + ([f"… and {len(loads) - LINES_MAX} more loads"] if len(loads) > LINES_MAX else [])
 
 
 def _figures(table: TableStatus, load: LoadStatus) -> str:
-    """What matters most first: the rest may be cut."""
+    """Return the figures of a load, the most important first.
+
+    The rest may be cut off.
+    """
     if load.stage == "replaying":
         return stage_text(load)
     parts = [
@@ -131,37 +135,37 @@ def _style(load: LoadStatus) -> str:
 
 
 class FinishedLoads:
-    """Sees statuses, one after the other, and tells which loads have landed in between."""
+    """Finds the loads that have ended, in a series of statuses."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[str, str], float] = {}
+        self._reported: dict[tuple[str, str], float] = {}
         self.finished: list[TableStatus] = []
-        """A table is here as often as it was loaded, each time as it was then."""
+        """One entry per load: the table's status when that load had ended."""
 
     def update(self, tables: Sequence[TableStatus]) -> list[TableStatus]:
-        """The tables of which a load has landed since the last look."""
+        """Return the tables whose load has ended since the last status."""
         loaded = [table for table in tables if table.last_load]
-        landed = {(table.schema, table.table): table.last_load.landed_at for table in loaded if table.last_load}
-        fresh = [table for table in loaded if landed[key := (table.schema, table.table)] != self._told.get(key)]
-        self._told |= landed
+        ended = {(table.schema, table.table): table.last_load.landed_at for table in loaded if table.last_load}
+        fresh = [table for table in loaded if ended[key := (table.schema, table.table)] != self._reported.get(key)]
+        self._reported |= ended
         self.finished += fresh
         return fresh
 
 
 def done_json(table: TableStatus) -> dict[str, Any]:
-    """The table's last load, for a program."""
-    assert table.last_load is not None, "of a table that was loaded"
+    """Return the table's last load as JSON values."""
+    assert table.last_load is not None, "a loaded table"
     return {"schema": table.schema, "table": table.table, **table.last_load.to_json()}
 
 
 def loaded_line(table: TableStatus) -> str:
-    """`loaded public.orders: …`."""
-    assert table.last_load is not None, "of a table that was loaded"
+    """Return `loaded public.orders: …`."""
+    assert table.last_load is not None, "a loaded table"
     return f"loaded {table.name}: " + " · ".join(_totals(table.last_load))
 
 
 def loaded_text(loads: Sequence[TableStatus]) -> str:
-    """All loads of a command, and their sum where there are several."""
+    """Return all loads of a command, and their sum if there are several."""
     lines = [loaded_line(table) for table in loads[:LINES_MAX]]
     if len(loads) > LINES_MAX:
         lines.append(f"… and {len(loads) - LINES_MAX} more")

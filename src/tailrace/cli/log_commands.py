@@ -1,4 +1,4 @@
-"""`tailrace log` and `tailrace consumers`: call, then show what came of it."""
+"""Run `tailrace log` and `tailrace consumers`, and show the results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tailrace.pipeline.config.settings import PipelineSettings
 
 
 def log(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
-    """Look at the log, or act on it by hand."""
+    """Show the log, or act on it by hand."""
     older_than = _older_than(arguments)
-    path, keeping = settings.log.path, settings.log.maintenance_policy
+    path, policy = settings.log.path, settings.log.maintenance_policy
     if arguments.action == "show":
-        found = log_actions.read_overview(path)
-        _print(arguments, found.to_json(), lambda: log_view.log_text(found))
+        overview = log_actions.read_overview(path)
+        _print(arguments, overview.to_json(), lambda: log_view.log_text(overview))
     elif arguments.action == "schemas":
         versions = log_actions.read_schema_versions(path)
         data = {"versions": [version.to_json() for version in versions]}
@@ -29,36 +29,36 @@ def log(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
         return _verify(settings, arguments)
     elif arguments.action == "seal":
         with log_view.progress_bar("sealing", of_bytes=False) as progress:
-            sealed = log_actions.seal(path, grace_seconds=keeping.grace_seconds, progress=progress)
+            sealed = log_actions.seal(path, grace_seconds=policy.grace_seconds, progress=progress)
         _print(arguments, sealed.to_json(), lambda: log_view.sealed_text(sealed))
     else:
-        trimmed = log_actions.trim(path, keeping.retention, older_than_seconds=older_than)
+        trimmed = log_actions.trim(path, policy.retention, older_than_seconds=older_than)
         _print(arguments, trimmed.to_json(), lambda: log_view.trim_text(trimmed, arguments.file))
     return ExitCode.OK
 
 
 def _verify(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     with log_view.progress_bar("verifying", of_bytes=True) as progress:
-        found = log_actions.verify(settings.log.path, progress)
-    _print(arguments, found.to_json(), lambda: log_view.verdict_text(found))
+        result = log_actions.verify(settings.log.path, progress)
+    _print(arguments, result.to_json(), lambda: log_view.verdict_text(result))
     if not arguments.json:
-        for problem in found.problems:
+        for problem in result.problems:
             print_error(f"{problem.path}: {problem.message}", problem.hint)
-        if found.problems_total > len(found.problems):
-            more = found.problems_total - len(found.problems)
-            print_error(f"and {more:,} more problems", "Mend these first, and verify again.")
-    return ExitCode.OK if found.ok else ExitCode.LOG
+        if result.problems_total > len(result.problems):
+            more = result.problems_total - len(result.problems)
+            print_error(f"and {more:,} more problems", "Fix the listed ones first, then verify again.")
+    return ExitCode.OK if result.ok else ExitCode.LOG
 
 
 def consumers(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
-    """Show whom the log is kept for, or forget one of them."""
+    """Show the readers that the log keeps rows for, or forget one of them."""
     path = settings.log.path
     if arguments.forget is not None:
         log_actions.forget_consumer(path, arguments.forget)
         _print(arguments, {"forgotten": arguments.forget}, lambda: f"forgot consumer {arguments.forget}")
         return ExitCode.OK
-    found = log_actions.readers(path)
-    _print(arguments, {"consumers": [reader.to_json() for reader in found]}, lambda: log_view.readers_text(found))
+    readers = log_actions.readers(path)
+    _print(arguments, {"consumers": [reader.to_json() for reader in readers]}, lambda: log_view.readers_text(readers))
     return ExitCode.OK
 
 

@@ -1,7 +1,7 @@
-"""Log lines and error texts on stderr: one line each, and never a secret in any.
+"""Print log lines and error texts on stderr: one line each, and no secrets.
 
-A line is `time level fragment key=value …`. Whatever passes `redact` has lost every URL password and every
-secret that was named to `hide`. Writing a line never raises: a closed stderr must not stop a pipeline.
+A line is `time level fragment key=value …`. Text that passes `redact` has lost every URL password, and every secret
+that was given to `hide_passwords_of`. Writing a line never raises: a closed stderr must not stop a pipeline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from urllib.parse import unquote, urlsplit
 
 LEVELS = ("debug", "info", "warning", "error")
 SECRET_LENGTH_MIN = 6
-"""A shorter word, replaced wherever it occurs, would blot out half of every line."""
+"""Length of the shortest secret to hide everywhere.
+
+A shorter word, replaced wherever it occurs, would blot out half of every line.
+"""
 
 _URL_PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s:/@]*:)[^\s@]+@")
 _PASSWORD_SETTING = re.compile(r"(password\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&'\"]+)", re.IGNORECASE)
@@ -27,10 +30,10 @@ _secrets: set[str] = set()
 
 
 def hide_passwords_of(url: str) -> None:
-    """From now on neither this URL nor its password is printed, whoever prints it.
+    """Hide this URL and its password in everything that is printed from now on.
 
-    A password that is also the user's or the database's name is hidden inside URLs only: it keeps nothing
-    secret, and blotting it out would leave messages that nobody understands.
+    A password that is also the user's or the database's name is hidden inside URLs only. It keeps nothing secret, and
+    replacing it everywhere would make messages unreadable.
     """
     parts = urlsplit(url)
     password = parts.password or ""
@@ -42,20 +45,26 @@ def hide_passwords_of(url: str) -> None:
 
 
 def redact(text: str) -> str:
-    """The text without passwords."""
+    """Return the text without passwords."""
     for secret in sorted(_secrets, key=len, reverse=True):
         text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", "***", text)
     return _PASSWORD_SETTING.sub(r"\1***", _URL_PASSWORD.sub(r"\1***@", text))
 
 
 def one_line(text: str) -> str:
-    """The text as a single line that cannot steer a terminal; spaces stay, for they may be part of a name."""
+    """Return the text as a single line without control characters.
+
+    Spaces stay, because they may be part of a name.
+    """
     flat = re.sub(r"\s*[\r\n]+\s*", " ", text.strip())
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in flat)
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in flat)
 
 
 class LineFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00Z info window applied changes=5`; a traceback follows only at level debug."""
+    """Formats `2026-01-31T12:00:00Z info window applied changes=5`.
+
+    A traceback follows only at level debug.
+    """
 
     def __init__(self, *, tracebacks: bool) -> None:
         super().__init__()
@@ -78,18 +87,21 @@ def _value(value: object) -> str:
 
 
 class StderrHandler(logging.Handler):
-    """Writes to what `sys.stderr` is now, so that a live view can put lines above itself."""
+    """Writes to the current `sys.stderr`, so that a live view can put lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
         except (OSError, ValueError):
-            pass  # Closed or broken: there is nowhere left to say so.
+            pass  # Closed or broken: nothing can be reported.
 
 
 def set_up(level: str) -> None:
-    """Log to stderr from this level on; others from `warning` on, as their debug lines show values."""
+    """Log to stderr from this level on.
+
+    Other libraries log from `warning` on, because their debug lines show values.
+    """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, StderrHandler)]:
         root.removeHandler(handler)

@@ -1,4 +1,4 @@
-"""How a person sees a log and its readers; everything shown comes from the values of `pipeline.report`."""
+"""Show a log and its readers to a person, from the values of `pipeline.report`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ from tailrace.pipeline.report import (
 
 NONE = "–"
 WIDE_COLUMNS = 130
-"""From here on everything about a reader fits beside each other."""
+"""Width from which all columns about a reader fit."""
 _STYLES = {"live": "green", "expired": "dim", "detached": "bold red"}
 
 
 def render_text(*parts: RenderableType) -> str:
-    """The parts as text for stdout: lines are never wrapped, tables are as wide as the screen."""
+    """Return the parts as text for stdout.
+
+    Lines are never wrapped, and tables are as wide as the screen.
+    """
     console = console_for(stream_is_stderr=False)
     with console.capture() as captured:
         for part in parts:
@@ -41,7 +44,7 @@ def render_text(*parts: RenderableType) -> str:
 
 @contextmanager
 def progress_bar(text: str, *, of_bytes: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that is gone when the work is done; without a terminal there is none."""
+    """Show a bar on stderr while the work runs; nothing without a terminal."""
     console = console_for(stream_is_stderr=True)
     if not console.is_terminal:
         yield lambda done, of: None
@@ -60,7 +63,7 @@ def progress_bar(text: str, *, of_bytes: bool) -> Iterator[Callable[[int, int], 
 
 
 def log_text(log: LogOverview) -> str:
-    """The whole log: what it holds, what it takes, and its tables."""
+    """Return the whole log as text: its contents, its size and its tables."""
     sizes = (("hot", log.hot_bytes), ("big", log.big_bytes), ("cold", log.cold_bytes))
     lines = [
         f"log {log.path} ({log.id}) of {log.source}",
@@ -114,7 +117,7 @@ def _tables_view(log: LogOverview) -> Table:
 
 
 def versions_text(versions: Sequence[LoggedSchemaVersion]) -> str:
-    """Every version of every table's shape, and what became of the table with each."""
+    """Return every version of every table's schema, with its schema change."""
     if not versions:
         return "no tables yet"
     view = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -142,16 +145,16 @@ def _changed(version: LoggedSchemaVersion) -> Iterator[str]:
 
 
 def describe_evolution(evolution: dict[str, Any]) -> Iterator[str]:
-    """What became of a table from one version to the next, in words."""
+    """Yield the changes from one schema version to the next, as text."""
     for change in evolution.get("changes", ()):
         yield _CHANGES[change["kind"]](change)
     if evolution.get("rewritten") is True:
-        yield "all rows written anew"
+        yield "all rows rewritten"
     elif evolution.get("rewritten") == "unknown":
-        yield "whether older rows changed is unknown"
+        yield "it is unknown whether older rows changed"
 
 
-_AT_REST = {"null": "null", "written": "each its own value", "unknown": "unknown"}
+_AT_REST = {"null": "null", "written": "own values", "unknown": "unknown"}
 _CHANGES: dict[str, Callable[[dict[str, Any]], str]] = {
     "add": lambda c: f"add {c['column']} {c['now']} (older rows: {_AT_REST.get(c['at_rest'], repr(c.get('value')))})",
     "drop": lambda c: f"drop {c['column']}",
@@ -164,21 +167,21 @@ _CHANGES: dict[str, Callable[[dict[str, Any]], str]] = {
     "rename table": lambda c: f"rename the table from {c['was']}",
     "attach": lambda c: f"attach partition {c['now']}",
     "detach": lambda c: f"detach partition {c['was']}",
-    "replace": lambda c: f"partition {c['now']} truncated or written anew",
+    "replace": lambda c: f"partition {c['now']} truncated or rewritten",
 }
 
 
-def verdict_text(found: LogVerifyResult) -> str:
-    """What a look at every byte came to, in one line."""
-    said = "ok" if found.ok else human_count(found.problems_total, "problem")
+def verdict_text(result: LogVerifyResult) -> str:
+    """Return the result of verifying, in one line."""
+    verdict = "ok" if result.ok else human_count(result.problems_total, "problem")
     return (
-        f"{found.path}: {said} · {human_count(found.commits, 'commit')}, {human_count(found.rows, 'row')}, "
-        f"{human_count(found.files, 'file')}, {human_bytes(found.bytes)} in {human_seconds(found.seconds)}"
+        f"{result.path}: {verdict} · {human_count(result.commits, 'commit')}, {human_count(result.rows, 'row')}, "
+        f"{human_count(result.files, 'file')}, {human_bytes(result.bytes)} in {human_seconds(result.seconds)}"
     )
 
 
 def sealed_text(done: LogSealResult) -> str:
-    """What sealing did, in one line."""
+    """Return the result of sealing, in one line."""
     parts = []
     if done.commits:
         parts.append(
@@ -186,24 +189,24 @@ def sealed_text(done: LogSealResult) -> str:
             f"{human_bytes(done.bytes)} of Parquet"
         )
     else:
-        parts.append("there was nothing to seal")
+        parts.append("nothing to seal")
     if done.joined:
-        parts.append(f"joined {human_count(done.joined, 'small seal')}")
+        parts.append(f"merged {human_count(done.joined, 'small seal')}")
     if done.removed:
         parts.append(f"removed {human_count(done.removed, 'replaced file')}")
     return " · ".join([*parts, human_seconds(done.seconds)])
 
 
 def trim_text(done: LogTrimResult, file: str) -> str:
-    """What trimming let go of, and what stays for whom."""
-    lines = ["there was nothing to let go of"]
+    """Return what trimming removed, and which readers hold the rest."""
+    lines = ["nothing to trim"]
     if done.files:
-        begins = f"begins at commit {done.first_commit:,}" if done.first_commit is not None else "is empty now"
-        gone = f"{human_count(done.rows, 'row')} in {human_count(done.files, 'file')} ({human_bytes(done.bytes)})"
-        lines = [f"let go of {gone}; the log {begins}"]
+        rest = f"begins at commit {done.first_commit:,}" if done.first_commit is not None else "is now empty"
+        removed = f"{human_count(done.rows, 'row')} in {human_count(done.files, 'file')} ({human_bytes(done.bytes)})"
+        lines = [f"trimmed {removed}; the log {rest}"]
     if done.unsealed_commits:
-        some = human_count(done.unsealed_commits, "commit")
-        lines.append(f"{some} not sealed yet can go only after `tailrace log {file} seal`")
+        unsealed = human_count(done.unsealed_commits, "commit")
+        lines.append(f"{unsealed} not sealed yet can be trimmed only after `tailrace log {file} seal`")
     for reader in done.readers:
         if reader.held_bytes:
             lines.append(f"{reader.kind} {reader.name} holds {human_bytes(reader.held_bytes)}")
@@ -213,9 +216,9 @@ def trim_text(done: LogTrimResult, file: str) -> str:
 
 
 def readers_text(readers: Sequence[LogReaderStatus]) -> str:
-    """Everyone the log is kept for; on a narrow screen without what is needed least."""
+    """Return the log's readers, with fewer columns on a narrow screen."""
     if not readers:
-        return "nobody has said what they need of this log"
+        return "no lake table or consumer reads this log yet"
     wide = console_for(stream_is_stderr=False).width >= WIDE_COLUMNS
     view = Table(box=SIMPLE_HEAD, pad_edge=False)
     view.add_column("kind", no_wrap=True)
@@ -238,14 +241,14 @@ def _cells(reader: LogReaderStatus, *, wide: bool) -> list[RenderableType]:
     behind = human_count(reader.behind_rows, "row") if reader.behind_rows else NONE
     if wide and reader.behind_rows:
         behind += f", {human_count(reader.behind_commits, 'commit')}"
-    place = [human_count(reader.commit), human_count(reader.seq), reader.position or NONE]
+    offset_cells = [human_count(reader.commit), human_count(reader.seq), reader.position or NONE]
     reads = ", ".join(reader.tables) if reader.tables is not None else "everything"
     rest = [_minute(reader.expires_at) if reader.expires_at else "never", Text(one_line(reads))]
     return [
         reader.kind,
         Text(one_line(reader.name)),
         Text(reader.state, style=_STYLES.get(reader.state, "")),
-        *(place if wide else ()),
+        *(offset_cells if wide else ()),
         behind,
         human_bytes(reader.held_bytes) if reader.held_bytes else NONE,
         _minute(reader.seen_at),

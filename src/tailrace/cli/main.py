@@ -1,8 +1,8 @@
-"""The `tailrace` command: data to stdout, the rest to stderr, one exit code from the documented list.
+"""Run the `tailrace` command: data to stdout, the rest to stderr, a documented exit code.
 
-A user's mistake ends in an `error:` line and a `hint:` line, never in a traceback. Nothing heavy is imported
-before the command that needs it runs: `check` and `--help` answer at once, and `capture` never loads Spark. The file is
-longer than most because every command stands here, a line or two each.
+A user's mistake ends in an `error:` line and a `hint:` line, never in a traceback. Heavy imports wait for the command
+that needs them: `check` and `--help` answer at once, and `capture` never loads Spark. This module is longer than most
+because every command is here, in a line or two each.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 
 class CommandRunner(Protocol):
-    """What the commands call. Each call blocks until its work is done, tells the observer on the way, and
-    raises a TailraceError when it cannot go on."""
+    """The work behind the commands.
+
+    Each call blocks until its work is done, reports to the observer meanwhile, and raises a TailraceError when it
+    cannot continue.
+    """
 
     def run(
         self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool
@@ -48,7 +51,7 @@ class CommandRunner(Protocol):
 
 
 class PipelineCommandRunner:
-    """The real one; every method imports what it needs and no more."""
+    """The real runner; every method imports what it needs and no more."""
 
     def run(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool) -> Summary:
         from tailrace.pipeline import runner
@@ -86,29 +89,32 @@ class PipelineCommandRunner:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises where argparse would print and exit, so that every error looks the same."""
+    """A parser that raises where argparse would print and exit, so all errors look alike."""
 
     def error(self, message: str) -> NoReturn:
-        hint = f"`{self.prog} --help` shows how it is called."
+        hint = f"See `{self.prog} --help` for its arguments."
         if wrong := re.search(r"COMMAND: invalid choice: '([^']*)'", message):
             close = difflib.get_close_matches(wrong.group(1), COMMANDS, n=1)
             message = f"`{wrong.group(1)}` is not a command"
-            hint = f"Did you mean `tailrace {close[0]}`?" if close else f"There are {', '.join(COMMANDS)}."
+            hint = f"Did you mean `tailrace {close[0]}`?" if close else f"Use one of {', '.join(COMMANDS)}."
         elif "required: ACTION" in message:
-            hint = f"Say what to do: {' or '.join(_ACTIONS[self.prog.rpartition(' ')[2]])}. {hint}"
+            hint = f"Give an action: {' or '.join(_ACTIONS[self.prog.rpartition(' ')[2]])}. {hint}"
         raise ConfigError(message, hint=hint)
 
-    def parse_known_args(  # type: ignore[override] # argparse overloads it; we always pass what it is called with
+    def parse_known_args(  # type: ignore[override] # argparse overloads it; we pass on all arguments
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Take tables behind a flag too, which argparse does not. What is left the command refuses: its help helps."""
-        found, rest = super().parse_known_args(args, namespace)
+        """Accept tables behind a flag too, which argparse does not.
+
+        The command refuses other leftovers itself, because its own help is the useful one.
+        """
+        parsed, rest = super().parse_known_args(args, namespace)
         if self.prog.endswith((" snapshot", " retry", " dead-letters", " tail")):
-            found.tables = [*found.tables, *(word for word in rest if not word.startswith("-"))]
+            parsed.tables = [*parsed.tables, *(word for word in rest if not word.startswith("-"))]
             rest = [word for word in rest if word.startswith("-")]
         if rest and " " in self.prog:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
-        return found, rest
+        return parsed, rest
 
 
 class _VersionAction(argparse.Action):
@@ -118,51 +124,51 @@ class _VersionAction(argparse.Action):
         try:
             version = metadata.version("tailrace")
         except metadata.PackageNotFoundError:
-            version = "(not installed: run from its sources)"
+            version = "(not installed: runs from its sources)"
         print_out(f"tailrace {version}")
         parser.exit()
 
 
 COMMANDS = {
-    "run": "capture, load and apply: the whole pipeline",
-    "capture": "copy the source's changes into the log; no Spark, no Java",
-    "apply": "load tables and apply the log to them with Spark",
+    "run": "run the whole pipeline: capture, load and apply",
+    "capture": "copy the source's changes into the log; needs no Spark and no Java",
+    "apply": "load tables and apply the log to them, with Spark",
     "status": "show tables, positions, rows and lag",
-    "snapshot": "load tables again, or pause, resume or stop loads; works whether anything runs or not",
-    "retry": "try tables again that have failed, without a restart",
-    "dead-letters": "list changes that a lake table could not take, try them again, or drop them",
-    "rebuild": "make a lake table anew from one of its versions and the log; the source is not asked",
-    "evolve": "show what would be done to lake tables whose source changed its shape; `run` does it",
+    "snapshot": "reload tables, or pause, resume or stop loads; works whether the pipeline runs or not",
+    "retry": "retry failed tables without a restart",
+    "dead-letters": "list, replay or drop changes that a lake table could not take",
+    "rebuild": "rebuild a lake table from one of its versions and the log; does not read the source",
+    "evolve": "show what `run` would do to lake tables after schema changes at the source",
     "at": "show which versions of the lake tables belong together at a time or position",
-    "tail": "print changes as they come into the log, a line each; asks nothing of the source",
-    "log": "show, verify, seal or trim the change log, or its tables' schemas; asks nothing of the source",
-    "schema-history": "show what became of tables' shapes: made, changed, dropped; asks nothing of the source",
-    "checkpoints": "show the checkpoints of a program of your own, seed one by hand, or delete one",
-    "consumers": "show whom the log is kept for, or forget one of them",
+    "tail": "print new changes in the log, one line each; does not read the source",
+    "log": "show, verify, seal or trim the change log, or show its schemas; does not read the source",
+    "schema-history": "show the history of table schemas: created, changed, dropped; does not read the source",
+    "checkpoints": "show the checkpoints of your own program, set one by hand, or delete one",
+    "consumers": "show the readers that the log keeps rows for, or forget one",
     "check": "check the settings file, offline",
     "drop": "remove the slot and publication at the source; log and tables stay",
 }
 
 _CAUGHT_UP = {
-    "run": "end once every table is live and holds all that was committed before the start",
-    "capture": "end once the log holds all that was committed before the start",
-    "apply": "end once all that the log held at the start is applied",
+    "run": "end once every table is live and has all changes committed before the start",
+    "capture": "end once the log has all changes committed before the start",
+    "apply": "end once all changes in the log at the start are applied",
 }
 _LOG_ACTIONS = {
-    "show": "what it holds and takes",
-    "schemas": "every version of every table's shape, and what became of its rows",
-    "verify": "look at every checksum and count",
+    "show": "its contents and its size",
+    "schemas": "every version of every table's schema, and what changed",
+    "verify": "check every checksum and count",
     "seal": "turn commits into Parquet files now",
-    "trim": "let go now of what nobody needs",
+    "trim": "remove now what no reader needs",
 }
 _ACTIONS: dict[str, Collection[str]] = {
     "log": _LOG_ACTIONS, "dead-letters": ("list", "replay"), "checkpoints": ("list", "seed", "delete"),
 }  # fmt: skip
-_TAKE_OVER = "take log and slot from a process that hangs; should it wake, it ends"
+_TAKE_OVER = "take log and slot from a process that hangs; if it wakes, it ends"
 
 
 def build_parser() -> Parser:
-    """The commands and their flags, as docs/reference/cli.md lists them."""
+    """Return the parser with all commands and flags, as docs/reference/cli.md lists them."""
     about = "Change data capture on Spark: every committed change of a database, in lake tables."
     parser = Parser(prog="tailrace", allow_abbrev=False, description=about)
     parser.add_argument("--version", action=_VersionAction, nargs=0, help="print the version and exit")
@@ -171,12 +177,12 @@ def build_parser() -> Parser:
     for name, description in COMMANDS.items():
         command = commands.add_parser(name, help=description, description=description, allow_abbrev=False)
         if name == "checkpoints":
-            command.add_argument("folder", metavar="FOLDER", help="of the FileCheckpointStore")
+            command.add_argument("folder", metavar="FOLDER", help="folder of the FileCheckpointStore")
         else:
             command.add_argument("file", metavar="FILE", help="the settings file, e.g. tailrace.yaml")
         objects = "a JSON object for each change" if name == "tail" else "one JSON object"
         command.add_argument("--json", action="store_true", help=f"print {objects} on stdout")
-        # Given before the command or after it; without a default here the one before is kept.
+        # The flag may be before or after the command; a default here would overwrite the one before.
         _add_log_level(command, argparse.SUPPRESS)
         if name in _CAUGHT_UP:
             command.add_argument("--until-caught-up", action="store_true", help=_CAUGHT_UP[name])
@@ -198,47 +204,56 @@ def build_parser() -> Parser:
             _add_snapshot(command)
         if name == "rebuild":
             command.add_argument("table", metavar="TABLE", help="schema.table")
-            command.add_argument("--to", metavar="LSN", help="as it was at this position; without it, the log's end")
-            command.add_argument("--from-version", metavar="NUMBER", type=int, help="not from the newest that will do")
+            command.add_argument("--to", metavar="LSN", help="rebuild as of this position; default: the end of the log")
+            command.add_argument(
+                "--from-version",
+                metavar="NUMBER",
+                type=int,
+                help="start from this version, not from the newest usable one",
+            )
         if name == "dead-letters":
             _add_dead_letters(command)
         if name == "evolve":
-            command.add_argument("--dry-run", action="store_true", help="only show; the only way there is")
+            command.add_argument("--dry-run", action="store_true", help="only show; required")
         if name == "at":
-            command.add_argument("--time", metavar="TIME", help="the last point up to it, e.g. 2026-11-16T12:00:00Z")
-            command.add_argument("--position", metavar="LSN", help="the last point up to it, e.g. 0/15E3F70")
+            command.add_argument(
+                "--time", metavar="TIME", help="the last point up to this time, e.g. 2026-11-16T12:00:00Z"
+            )
+            command.add_argument("--position", metavar="LSN", help="the last point up to this position, e.g. 0/15E3F70")
         if name == "log":
             actions = "; ".join(f"{action}: {what}" for action, what in _LOG_ACTIONS.items())
             command.add_argument("action", metavar="ACTION", choices=_ACTIONS["log"], help=actions)
             command.add_argument(
-                "--older-than", metavar="AGE", help="trim: what is older, instead of the settings' age"
+                "--older-than", metavar="AGE", help="trim: remove rows older than this, instead of the settings' age"
             )
         if name == "schema-history":
-            command.add_argument("table", metavar="TABLE", nargs="?", help="schema.table; without one, all")
+            command.add_argument("table", metavar="TABLE", nargs="?", help="schema.table; default: all")
         if name == "checkpoints":
             _add_checkpoints(command)
         if name == "consumers":
-            command.add_argument("--forget", metavar="NAME", help="let go of what this consumer holds")
+            command.add_argument("--forget", metavar="NAME", help="keep no more rows for this consumer")
         if name == "drop":
-            command.add_argument("--yes", action="store_true", help="do not ask")
+            command.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     return parser
 
 
 def _add_snapshot(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--where", metavar="SQL", help="read only rows that fulfil this; the others stay")
+    command.add_argument("--where", metavar="SQL", help="reload only rows that match this condition; the others stay")
     command.add_argument(
-        "--mode", choices=("replace", "refresh"), help="replace all files (default), or write only what differs"
+        "--mode",
+        choices=("replace", "refresh"),
+        help="replace all files (default), or write only files with changed rows",
     )
     holds = command.add_mutually_exclusive_group()
-    holds.add_argument("--pause", action="store_true", help="begin no more chunks; without TABLE of any table")
-    holds.add_argument("--resume", action="store_true", help="let loads go on that were paused or stopped")
-    holds.add_argument("--stop", action="store_true", help="give loads up; a table that has rows goes on as it was")
+    holds.add_argument("--pause", action="store_true", help="start no new chunks; without TABLE, of all tables")
+    holds.add_argument("--resume", action="store_true", help="continue paused loads, and allow stopped ones again")
+    holds.add_argument("--stop", action="store_true", help="cancel loads; a loaded table continues as before")
 
 
 def _add_tail(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--from-start", action="store_true", help="begin with the oldest change that is kept")
-    command.add_argument("--until-caught-up", action="store_true", help="end once all that is there was printed")
-    command.add_argument("--debezium", action="store_true", help="print each change as Debezium's connectors do")
+    command.add_argument("--from-start", action="store_true", help="start with the oldest change in the log")
+    command.add_argument("--until-caught-up", action="store_true", help="end once all changes in the log are printed")
+    command.add_argument("--debezium", action="store_true", help="print each change as Debezium's connectors write it")
 
 
 def _add_dead_letters(command: argparse.ArgumentParser) -> None:
@@ -246,12 +261,16 @@ def _add_dead_letters(command: argparse.ArgumentParser) -> None:
         "action",
         metavar="ACTION",
         choices=_ACTIONS["dead-letters"],
-        help="list: show them; replay: read their rows again from the source and put them into the tables",
+        help="list: show them; replay: refetch their rows from the source and write them into the tables",
     )
-    command.add_argument("tables", metavar="TABLE", nargs="*", default=[], help="schema.table or a pattern; none: all")
+    command.add_argument(
+        "tables", metavar="TABLE", nargs="*", default=[], help="schema.table or a pattern; default: all"
+    )
     command.add_argument("--payload", action="store_true", help="list: show the rows' values too")
-    command.add_argument("--forget", action="store_true", help="list: drop what is listed; needs TABLE")
-    command.add_argument("--seq", metavar="NUMBER", type=int, action="append", help="with --forget: only this one")
+    command.add_argument("--forget", action="store_true", help="list: drop the listed dead letters; needs TABLE")
+    command.add_argument(
+        "--seq", metavar="NUMBER", type=int, action="append", help="with --forget: only this dead letter"
+    )
 
 
 def _add_checkpoints(command: argparse.ArgumentParser) -> None:
@@ -259,17 +278,22 @@ def _add_checkpoints(command: argparse.ArgumentParser) -> None:
         "action",
         metavar="ACTION",
         choices=_ACTIONS["checkpoints"],
-        help="list: show them; seed: save the first one of a key; delete: forget one",
+        help="list: show them; seed: save the first checkpoint of a key; delete: remove one",
     )
-    command.add_argument("key", metavar="KEY", nargs="?", help="seed, delete: which")
-    command.add_argument("--source", metavar="TYPE", help="seed: postgresql, mysql, mariadb, sqlserver, or your own")
-    command.add_argument("--type", metavar="TYPE", help="seed: how it counts, e.g. postgresql-lsn or mysql-gtid")
-    command.add_argument("--position", metavar="TEXT", help="seed: what the sink certainly has, e.g. 16/B374D848")
+    command.add_argument("key", metavar="KEY", nargs="?", help="seed, delete: key of the checkpoint")
+    command.add_argument(
+        "--source", metavar="TYPE", help="seed: kind of source: postgresql, mysql, mariadb, sqlserver, or your own"
+    )
+    command.add_argument("--type", metavar="TYPE", help="seed: type of position, e.g. postgresql-lsn or mysql-gtid")
+    command.add_argument("--position", metavar="TEXT", help="seed: position that the sink surely has, e.g. 16/B374D848")
 
 
 def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
-        "--log-level", choices=log_lines.LEVELS, default=default, help="what is logged to stderr (default: warning)"
+        "--log-level",
+        choices=log_lines.LEVELS,
+        default=default,
+        help="lowest level that is logged to stderr (default: warning)",
     )
 
 
@@ -277,7 +301,7 @@ def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def load_pipeline_settings(file: str) -> PipelineSettings:
-    """The settings; from here on their passwords are kept out of everything printed."""
+    """Load the settings, and hide their passwords in all output from now on."""
     from tailrace.pipeline.config.settings import load_settings
 
     settings = load_settings(file)
@@ -288,7 +312,7 @@ def load_pipeline_settings(file: str) -> PipelineSettings:
 
 
 def check(arguments: argparse.Namespace) -> ExitCode:
-    """Every problem with its line and remedy; with `--json` they are the data."""
+    """Print every problem with its line and remedy; with `--json` they are the data."""
     from tailrace.pipeline.config.settings import check_settings
 
     problems = check_settings(arguments.file)
@@ -300,29 +324,29 @@ def check(arguments: argparse.Namespace) -> ExitCode:
         print_out(f"{arguments.file}: ok")
     else:
         for problem in problems:
-            place = f"{arguments.file}:{problem.line}:{problem.column}" if problem.line else arguments.file
+            location = f"{arguments.file}:{problem.line}:{problem.column}" if problem.line else arguments.file
             where = f"`{problem.where}` " if problem.where else ""
-            print_error(f"{place}: {where}{problem.message}", problem.hint)
+            print_error(f"{location}: {where}{problem.message}", problem.hint)
     return ExitCode.CONFIG if problems else ExitCode.OK
 
 
 def status(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCode:
-    """Show the pipeline; that a table is broken is news, not a failure of this command."""
-    found = engine.read_status(load_pipeline_settings(arguments.file))
+    """Show the pipeline; a failed table is not a failure of this command."""
+    pipeline = engine.read_status(load_pipeline_settings(arguments.file))
     if arguments.json:
-        print_json(found.to_json())
+        print_json(pipeline.to_json())
         return ExitCode.OK
     from tailrace.cli import status_view
 
     console = status_view.console_for(stream_is_stderr=False)
     with console.capture() as captured:
-        status_view.print_status(found, console)
+        status_view.print_status(pipeline, console)
     print_out("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")))
     return ExitCode.OK
 
 
 def drop(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCode:
-    """Remove what was made at the source, after a yes."""
+    """Remove slot and publication at the source, after confirmation."""
     settings = load_pipeline_settings(arguments.file)
     if not arguments.yes and not confirmed(settings):
         print("nothing was removed", file=sys.stderr)
@@ -332,18 +356,18 @@ def drop(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCode:
         print_json({"name": settings.name, "removed": removed})
     else:
         lines = [f"removed {log_lines.one_line(item)}" for item in removed]
-        print_out("\n".join(lines) or "there was nothing to remove")
+        print_out("\n".join(lines) or "nothing to remove")
     return ExitCode.OK
 
 
 def confirmed(settings: PipelineSettings) -> bool:
-    """Whether the person at the terminal says yes; without one, ask for `--yes`."""
+    """Return whether the person at the terminal confirms; without a terminal, ask for `--yes`."""
     from tailrace.capture.postgres.connect import redacted_url
 
     if not sys.stdin or not sys.stdin.isatty():
         raise ConfigError(
-            "`tailrace drop` asks before it removes anything, and there is no terminal to ask on",
-            hint="Add `--yes` to remove the slot and publication without being asked.",
+            "`tailrace drop` asks for confirmation, and there is no terminal",
+            hint="Add `--yes` to remove the slot and publication without confirmation.",
         )
     what = f"the slot and publication that pipeline `{settings.name}` made at {redacted_url(settings.source.url)}"
     print(f"Remove {what}?\nLog and tables stay. [y/N] ", end="", file=sys.stderr, flush=True)
@@ -351,7 +375,7 @@ def confirmed(settings: PipelineSettings) -> bool:
 
 
 def run_command(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCode:
-    """`run`, `capture` and `apply`: go, show, sum up."""
+    """Run `run`, `capture` or `apply`, show its progress, and print its summary."""
     from tailrace.cli import load_view, status_view
     from tailrace.pipeline.report import tables_exit_code
 
@@ -372,8 +396,8 @@ def run_command(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCod
     if code is ExitCode.OK and until and arguments.command != "capture":
         code = tables_exit_code(summary.tables)
     if arguments.json:
-        told = {"loads": [load_view.done_json(table) for table in loads]} if loads else {}
-        print_json({**summary.to_json(), **told, "exit_code": int(code)})
+        finished = {"loads": [load_view.done_json(table) for table in loads]} if loads else {}
+        print_json({**summary.to_json(), **finished, "exit_code": int(code)})
     elif not arguments.quiet:
         if loads:
             print_out(load_view.loaded_text(loads))
@@ -384,12 +408,12 @@ def run_command(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCod
 
 
 def print_broken(summary: Summary, file: str) -> None:
-    """An error and a hint for every table that waits for a person."""
+    """Print an error and a hint for every table that needs a person."""
     for table in summary.tables:
         if table.state.is_blocked:
             detail = f": {table.detail}" if table.detail else ""
             reason = f" [{table.reason}]" if table.reason else ""
-            hint = table.hint or f"`tailrace status {file}` shows every table."
+            hint = table.hint or f"See `tailrace status {file}` for every table."
             print_error(f"{table.name} is {table.state.value}{detail}{reason}", hint)
 
 
@@ -397,15 +421,15 @@ def print_broken(summary: Summary, file: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None, *, engine: CommandRunner | None = None) -> int:
-    """Run one command; the exit code. Every exception ends here."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    """Run one command and return its exit code. Every exception ends here."""
+    words = list(sys.argv[1:] if argv is None else argv)
     if sys.stdout and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    arguments = argparse.Namespace(json="--json" in given, child=False, log_level="warning")
+    arguments = argparse.Namespace(json="--json" in words, child=False, log_level="warning")
     try:
-        build_parser().parse_args(given, namespace=arguments)
+        build_parser().parse_args(words, namespace=arguments)
         if arguments.child:
-            # The parent shows progress and tells errors; it reads both from one JSON object.
+            # The parent shows progress and errors; it reads both from one JSON object.
             arguments.json = arguments.quiet = True
         log_lines.set_up(arguments.log_level)
         return dispatch(arguments, engine or PipelineCommandRunner())
@@ -418,7 +442,7 @@ def main(argv: Sequence[str] | None = None, *, engine: CommandRunner | None = No
 
 
 def dispatch(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCode:
-    """Call the command that was asked for."""
+    """Call the requested command."""
     if arguments.command == "check":
         return check(arguments)
     if arguments.command == "status":
@@ -474,7 +498,7 @@ def dispatch(arguments: argparse.Namespace, engine: CommandRunner) -> ExitCode:
 
 
 def fail(error: TailraceError, arguments: argparse.Namespace) -> ExitCode:
-    """Tell the error: two lines for a person and, with `--json`, one object for a script."""
+    """Print the error: two lines, and with `--json` one object for a script."""
     if arguments.json:
         from tailrace.pipeline.report import error_to_json
 
@@ -485,7 +509,10 @@ def fail(error: TailraceError, arguments: argparse.Namespace) -> ExitCode:
 
 
 def unexpected(error: Exception, arguments: argparse.Namespace) -> TailraceError:
-    """An error of ours, not of the user's. Its text may hold row values: unasked, only the place is told."""
+    """Return an error for a bug of ours.
+
+    Its text may hold row values, so without level debug only the location is shown.
+    """
     if arguments.log_level == "debug":
         with contextlib.suppress(OSError):
             print(log_lines.redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""What a command prints: data to stdout, failures to stderr, and never a secret in either.
+"""Print a command's data to stdout and its failures to stderr, never with a secret.
 
-Nothing here raises because nobody reads any more.
+Nothing here raises because the reader of stdout has gone.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ from tailrace.cli import log_lines
 from tailrace.errors import TailraceError
 
 FREE_TEXT = ("message", "detail", "hint", "note")
-"""Where words of a server or a library may stand; everything else is data and printed as it is."""
+"""Keys whose text may come from a server or a library.
+
+Everything else is printed as it is.
+"""
 
 
 def print_out(text: str) -> None:
-    """Data, to stdout. If nobody reads it any more (`| head`), that is their business."""
+    """Print data to stdout; a reader that has gone (`| head`) is not an error."""
     write_out(f"{text}\n")
 
 
 def write_out(text: str) -> bool:
-    """The same, as it is; whether somebody still reads. What cannot be written is an error."""
-    if sys.stdout is None:  # it was closed before we were called (`>&-`)
+    """Write the text unchanged; return whether stdout still has a reader.
+
+    A failing write is an error.
+    """
+    if sys.stdout is None:  # it was closed before the start (`>&-`)
         return False
     try:
         sys.stdout.write(text)
@@ -39,29 +45,32 @@ def write_out(text: str) -> bool:
         if isinstance(error, BrokenPipeError):
             return False
         raise TailraceError(
-            f"the output cannot be written: {error.strerror}", hint="Make room where it goes, or send it elsewhere."
+            f"the output cannot be written: {error.strerror}",
+            hint="Free space where the output goes, or send it elsewhere.",
         ) from error
 
 
 def wait_while_read(seconds: float) -> bool:
-    """Wait so long, or until nobody reads stdout any more; whether somebody does. A pipe whose reader is gone says so
-    without being written to."""
+    """Wait this long, or until stdout has no reader; return whether it has one.
+
+    A pipe whose reader has gone shows it without a write.
+    """
     try:
-        looked = select.poll()
-        looked.register(sys.stdout.fileno(), 0)
-        found = looked.poll(seconds * 1000)
-    except (OSError, ValueError, AttributeError):  # no file at all, or a system that cannot look
+        poller = select.poll()
+        poller.register(sys.stdout.fileno(), 0)
+        events = poller.poll(seconds * 1000)
+    except (OSError, ValueError, AttributeError):  # no file, or a system without poll
         time.sleep(seconds)
         return True
-    if any(event & (select.POLLERR | select.POLLHUP) for _, event in found):
+    if any(event & (select.POLLERR | select.POLLHUP) for _, event in events):
         return False
-    if found:  # a terminal that cannot be looked at says so at once
+    if events:  # a terminal that cannot be polled returns at once
         time.sleep(seconds)
     return True
 
 
 def print_json(data: dict[str, Any]) -> None:
-    """One object on one line."""
+    """Print one object on one line."""
 
     def redacted(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
@@ -74,8 +83,8 @@ def print_json(data: dict[str, Any]) -> None:
 
 
 def print_error(message: str, hint: str) -> None:
-    """The two lines of a failure, to stderr, without secrets."""
-    if sys.stderr is None:  # to `print` that means stdout, which is for data
+    """Print the two lines of a failure to stderr, without secrets."""
+    if sys.stderr is None:  # `print` would then use stdout, which is for data
         return
     with contextlib.suppress(OSError):
         print(f"error: {log_lines.redact(log_lines.one_line(message))}", file=sys.stderr)
@@ -86,7 +95,7 @@ UNKNOWN = "?"
 
 
 def human_bytes(count: int | None) -> str:
-    """`1.2 MiB`."""
+    """Return a size, e.g. `1.2 MiB`."""
     if count is None:
         return UNKNOWN
     size = float(count)
@@ -98,7 +107,7 @@ def human_bytes(count: int | None) -> str:
 
 
 def human_seconds(seconds: float | None) -> str:
-    """`0.4 s`, `3 min 5 s`, `2 d 4 h`."""
+    """Return a duration, e.g. `0.4 s`, `3 min 5 s`, `2 d 4 h`."""
     if seconds is None:
         return UNKNOWN
     if seconds < 10:
@@ -113,11 +122,11 @@ def human_seconds(seconds: float | None) -> str:
 
 
 def human_count(count: int | None, noun: str = "") -> str:
-    """`1,234`, or `1,234 rows`."""
+    """Return a number, e.g. `1,234` or `1,234 rows`."""
     number = UNKNOWN if count is None else f"{count:,}"
     return f"{number} {noun}{'' if count == 1 else 's'}" if noun else number
 
 
 def human_rate(per_second: float) -> str:
-    """`1,234 rows/s`."""
+    """Return a rate, e.g. `1,234 rows/s`."""
     return f"{per_second:,.0f} rows/s"

@@ -1,4 +1,4 @@
-"""`tailrace schema-history`: every shape that tables have had, as a person or a script reads it."""
+"""Run `tailrace schema-history`: show every schema that tables have had."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _STYLES = {SchemaEvent.CREATE: "green", SchemaEvent.DROP: "red"}
 
 def schema_history(history: SchemaHistory, arguments: argparse.Namespace) -> ExitCode:
     """Show the history of all tables, or of one."""
-    found = schema_history_view.read_history(history, arguments.table)
+    histories = schema_history_view.read_history(history, arguments.table)
     if arguments.json:
-        print_json({"tables": [_json(versions) for versions in found]})
+        print_json({"tables": [_json(versions) for versions in histories]})
     else:
-        print_out(history_text(found))
+        print_out(history_text(histories))
     return ExitCode.OK
 
 
@@ -41,9 +41,9 @@ def _json(versions: Sequence[SchemaVersion]) -> dict[str, object]:
     }
 
 
-def history_text(found: Sequence[Sequence[SchemaVersion]]) -> str:
-    """One line for each version, table by table."""
-    if not found:
+def history_text(histories: Sequence[Sequence[SchemaVersion]]) -> str:
+    """Return one line for each version, by table."""
+    if not histories:
         return "no tables yet"
     view = Table(box=SIMPLE_HEAD, pad_edge=False)
     view.add_column("table", overflow="fold", min_width=10)
@@ -51,7 +51,7 @@ def history_text(found: Sequence[Sequence[SchemaVersion]]) -> str:
     for title in ("event", "from position", "committed"):
         view.add_column(title, no_wrap=True)
     view.add_column("what changed", overflow="fold", min_width=20)
-    for versions in found:
+    for versions in histories:
         for version in versions:
             view.add_row(
                 Text(one_line(str(version.table)) if version is versions[0] else ""),
@@ -70,7 +70,7 @@ def _changed(version: SchemaVersion) -> Iterator[str]:
         yield human_count(len(version.schema.columns), "column") + (f", key {key}" if key else ", no key")
     if version.event is SchemaEvent.DROP:
         new = [change.new for change in version.evolution.changes] if version.evolution else []
-        yield f"its name is {new[0]} now" if new else "gone"
+        yield f"renamed to {new[0]}" if new else "dropped"
     elif version.evolution is not None:
         yield from log_view.describe_evolution(version.evolution.to_json())
     if version.ddl:

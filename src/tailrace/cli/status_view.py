@@ -1,8 +1,8 @@
-"""What a person sees: the status as a table, progress while a command runs, and its summary.
+"""Show a pipeline to a person: its status, its progress and a summary.
 
-Everything shown comes from the values of `pipeline.report` and nothing else. Names from the database are
-shown as text: they can neither style nor steer the terminal. Observers write to stderr only and never raise,
-because a closed terminal must not stop a pipeline.
+Everything shown comes from the values of `pipeline.report` and nothing else. Names from the database are shown as text:
+they can neither style nor control the terminal. Observers write to stderr only and never raise, because a closed
+terminal must not stop a pipeline.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from tailrace.cli.output import human_bytes, human_count, human_seconds
 from tailrace.pipeline.report import LogStatus, PipelineStatus, Summary, TableState, TableStatus, amplification
 
 PLAIN_SECONDS = 5.0
-"""How often a line is written when nobody can watch a table."""
+"""Seconds between two lines where no table can be redrawn."""
 PIPED_COLUMNS = 250
-"""Wide enough that no cell is cut where there is no screen to fit."""
+"""Width without a screen: enough that no cell is cut."""
 LIVE_ROWS_MIN = 3
 
 _STYLES = {
@@ -57,7 +57,7 @@ _STYLES = {
 
 
 def headline(status: PipelineStatus) -> str:
-    """One line about the pipeline as a whole."""
+    """Return one line about the pipeline as a whole."""
     processes = (("capture", status.capture_pid), ("apply", status.apply_pid))
     pids = [f"{name} pid {pid}" for name, pid in processes if pid]
     state = "running" if status.running else "stopped"
@@ -86,7 +86,7 @@ def _log_part(log: LogStatus) -> str:
 
 
 def tables_view(tables: Sequence[TableStatus], *, rows_max: int | None = None) -> Table:
-    """The tables; when they are too many to show, those that need a look first."""
+    """Return the tables; if they are too many, those that need attention first."""
     shown = list(tables)
     if rows_max is not None and len(shown) > rows_max:
         shown = sorted(shown, key=_urgency)[:rows_max]
@@ -119,7 +119,7 @@ def tables_view(tables: Sequence[TableStatus], *, rows_max: int | None = None) -
 
 
 def _written(table: TableStatus) -> str:
-    """How much was written, and how many times what its changes weigh that is."""
+    """Return the bytes written, and how many times the size of the changes that is."""
     if table.write_amplification is None:
         return ""
     return f"{human_bytes(table.bytes_written)} ({table.write_amplification:.1f}×)"
@@ -130,7 +130,7 @@ def _urgency(table: TableStatus) -> tuple[bool, bool, int]:
 
 
 def remarks(tables: Sequence[TableStatus]) -> list[str]:
-    """What to know and do about single tables, one line each, ready to be copied."""
+    """Return errors, hints and notes of single tables, one line each, ready to copy."""
     lines = []
     for table in tables:
         if table.state.is_blocked or table.reason or table.detail:
@@ -145,14 +145,17 @@ def remarks(tables: Sequence[TableStatus]) -> list[str]:
 
 
 class PatientConsole(Console):
-    """Falls silent when nobody reads any more. Rich itself would end the process and close its stdout."""
+    """A console that falls silent when its reader has gone.
+
+    Rich itself would end the process and close its stdout.
+    """
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
     @contextlib.contextmanager
     def until_pipe_closes(self) -> Iterator[None]:
-        """Print in here: once the stream is gone nothing is kept for it, and nothing is raised."""
+        """Print inside this context: once the stream is gone, output is dropped and nothing raises."""
         try:
             yield
         except OSError:
@@ -160,7 +163,7 @@ class PatientConsole(Console):
 
 
 def console_for(*, stream_is_stderr: bool) -> PatientConsole:
-    """A console as wide as the screen, or wide enough for everything where there is none."""
+    """Return a console as wide as the screen, or wide enough for everything without one."""
     console = PatientConsole(stderr=stream_is_stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPED_COLUMNS
@@ -168,7 +171,10 @@ def console_for(*, stream_is_stderr: bool) -> PatientConsole:
 
 
 def print_status(status: PipelineStatus, console: Console) -> None:
-    """The whole status; remarks are never wrapped, so that SQL in them can be copied."""
+    """Print the whole status.
+
+    Remarks are never wrapped, so that SQL in them can be copied.
+    """
     console.print(Text(headline(status)), soft_wrap=True)
     if status.tables:
         console.print(tables_view(status.tables))
@@ -181,7 +187,7 @@ def print_status(status: PipelineStatus, console: Console) -> None:
 
 
 def summary_text(summary: Summary) -> str:
-    """What the command did, in one line."""
+    """Return what the command did, in one line."""
     states = Counter(table.state for table in summary.tables)
     parts = [
         f"{summary.name}: {summary.message or summary.command + ' ended'}",
@@ -220,7 +226,7 @@ class QuietObserver:
 
 
 class PlainObserver:
-    """A line every few seconds and one per load, one for every change of a table's state, and one per event."""
+    """Prints a line every few seconds, and one per load, state change and event."""
 
     def __init__(self, console: PatientConsole, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -239,7 +245,7 @@ class PlainObserver:
     def tick(self, status: PipelineStatus) -> None:
         with self._lock:
             for table in status.tables:
-                self._tell_change(table)
+                self._print_change(table)
             for done in self.finished_loads.update(status.tables):
                 _print_line(self._console, loaded_line(done))
             if self._clock() >= self._due:
@@ -251,7 +257,7 @@ class PlainObserver:
         with self._lock:
             _print_line(self._console, event_line(text, fields))
 
-    def _tell_change(self, table: TableStatus) -> None:
+    def _print_change(self, table: TableStatus) -> None:
         key = (table.schema, table.table)
         before = self._states.get(key)
         self._states[key] = table.state
@@ -265,7 +271,7 @@ class PlainObserver:
 
 
 class LiveObserver:
-    """The table, redrawn in place on a terminal; events pass above it."""
+    """Redraws the table in place on a terminal; events scroll above it."""
 
     def __init__(self, console: PatientConsole) -> None:
         self._console = console
@@ -280,7 +286,7 @@ class LiveObserver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The terminal may be gone; then nothing is left to restore.
+        # The terminal may be gone; then there is nothing to restore.
         with self._lock, self._console.until_pipe_closes():
             self._live.stop()
 
@@ -296,10 +302,11 @@ class LiveObserver:
 
 
 def live_view(status: PipelineStatus, *, rows_fit: int) -> Group:
-    """The status cut to a screen: tables first, then loads, then as many remarks as fit."""
+    """Return the status cut to a screen: tables, then loads, then remarks."""
     lines = remarks([table for table in status.tables if table.state.is_blocked])
     loads = min(len(running_loads(status.tables)), max(rows_fit // 4, LIVE_ROWS_MIN))
-    # Headline, the table's head and rules, the line that counts the rest, and the cursor's own; loads have a head too.
+    # Headline, the table's head and rules, the line that counts the rest, and the terminal's cursor line; loads have a
+    # head too.
     taken = 7 + min(len(lines), rows_fit // 3) + (loads + 5 if loads else 0)
     rows = max(rows_fit - taken, LIVE_ROWS_MIN)
     cut = [Text(line, no_wrap=True, overflow="ellipsis", style="red") for line in lines[: rows_fit // 3]]
@@ -312,7 +319,7 @@ def live_view(status: PipelineStatus, *, rows_fit: int) -> Group:
 
 
 def progress_line(status: PipelineStatus) -> str:
-    """The whole pipeline in one line."""
+    """Return the whole pipeline in one line."""
     states = Counter(table.state for table in status.tables)
     behind = [table.lag_bytes for table in status.tables if table.lag_bytes is not None]
     late = [table.lag_seconds for table in status.tables if table.lag_seconds is not None]
@@ -329,7 +336,7 @@ def progress_line(status: PipelineStatus) -> str:
 
 
 def event_line(text: str, fields: dict[str, object]) -> str:
-    """The fragment and its fields."""
+    """Return the fragment and its fields."""
     return " ".join([text, *(f"{name}={value}" for name, value in fields.items())])
 
 
@@ -339,7 +346,7 @@ def _print_line(console: PatientConsole, line: str) -> None:
 
 
 def observer_for(*, quiet: bool) -> LiveObserver | PlainObserver | QuietObserver:
-    """The one that fits what stderr is."""
+    """Return the observer that fits stderr."""
     if quiet:
         return QuietObserver()
     console = console_for(stream_is_stderr=True)

@@ -1,5 +1,7 @@
-"""`tailrace snapshot` and `tailrace retry`: ask for loads, hold them back, have what has failed tried again; then say
-what was asked and who does it."""
+"""Run the commands about single tables: `snapshot`, `retry`, `at`, `evolve` and `rebuild`.
+
+`snapshot` and `retry` only store requests; the applying process does the work.
+"""
 
 from __future__ import annotations
 
@@ -20,53 +22,53 @@ from tailrace.tasks.load_store import LoadHold, LoadMode
 
 
 def snapshot(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
-    """Write down what is wanted; whoever applies does it."""
+    """Store a request to load, pause, resume or stop."""
     holding = arguments.pause or arguments.resume or arguments.stop
     if holding and (arguments.where is not None or arguments.mode is not None):
         raise ConfigError(
-            "`--where` and `--mode` ask for a load, and `--pause`, `--resume` and `--stop` for none",
+            "`--where` and `--mode` cannot be combined with `--pause`, `--resume` or `--stop`",
             hint="Give one or the other.",
         )
     if holding:
         what = LoadHold.PAUSED if arguments.pause else LoadHold.STOPPED if arguments.stop else None
-        asked = load_requests.hold_loads(settings, arguments.tables, what)
+        result = load_requests.hold_loads(settings, arguments.tables, what)
     else:
         mode = LoadMode(arguments.mode or LoadMode.REPLACE.value)
-        asked = load_requests.request_loads(settings, arguments.tables, mode=mode, where=arguments.where)
-    return _tell(asked, arguments)
+        result = load_requests.request_loads(settings, arguments.tables, mode=mode, where=arguments.where)
+    return _print_result(result, arguments)
 
 
 def retry(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
-    """Write down which tables are to be tried again; whoever applies does it."""
-    return _tell(load_requests.request_retries(settings, arguments.tables), arguments)
+    """Store a request to retry failed tables."""
+    return _print_result(load_requests.request_retries(settings, arguments.tables), arguments)
 
 
-def _tell(asked: LoadRequestResult, arguments: argparse.Namespace) -> ExitCode:
+def _print_result(result: LoadRequestResult, arguments: argparse.Namespace) -> ExitCode:
     if arguments.json:
-        print_json(asked.to_json())
+        print_json(result.to_json())
     else:
-        print_out(request_text(asked, arguments.file))
+        print_out(request_text(result, arguments.file))
     return ExitCode.OK
 
 
-def request_text(asked: LoadRequestResult, file: str) -> str:
-    """A line per table, then who does it."""
-    none = "no table has failed" if asked.action == "retry" else "no tables yet"
-    lines = [f"{table.name}: {table.said}" for table in asked.tables] or [none]
-    if asked.note:
-        lines.append(f"note: {asked.note}")
-    if any(table.done != "nothing" for table in asked.tables):
-        if asked.apply_pid is not None:
-            by = f"process {asked.apply_pid}" if asked.apply_pid else "the process"
-            soon = "a few seconds" if asked.action == "retry" else "a second"
-            lines.append(f"{by} that applies now takes it up within {soon}")
+def request_text(result: LoadRequestResult, file: str) -> str:
+    """Return a line per table, then the process that does it."""
+    none = "no table has failed" if result.action == "retry" else "no tables yet"
+    lines = [f"{table.name}: {table.said}" for table in result.tables] or [none]
+    if result.note:
+        lines.append(f"note: {result.note}")
+    if any(table.done != "nothing" for table in result.tables):
+        if result.apply_pid is not None:
+            by = f"process {result.apply_pid}" if result.apply_pid else "the process"
+            soon = "a few seconds" if result.action == "retry" else "a second"
+            lines.append(f"{by} that applies now starts it within {soon}")
         else:
-            lines.append(f"nothing applies now: the next `tailrace run {file}` or `tailrace apply {file}` does it")
+            lines.append(f"no process applies now: the next `tailrace run {file}` or `tailrace apply {file}` does it")
     return "\n".join(redact(one_line(line)) for line in lines)
 
 
 def at(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
-    """Show the point, and each table's version there."""
+    """Show the consistent point, with each table's version there and the tables that have none."""
     point = find_point(settings, time=arguments.time, position=arguments.position)
     tables = [
         {
@@ -100,35 +102,35 @@ def at(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
 
 
 def evolve(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
-    """Show it. Doing it is the pipeline's own work."""
+    """Show what a run would do to the lake tables; only the pipeline does it."""
     if not arguments.dry_run:
         raise ConfigError(
-            "tables evolve by themselves while `tailrace run` or `tailrace apply` runs",
-            hint=f"See what they would do now: `tailrace evolve {arguments.file} --dry-run`.",
+            "`tailrace evolve` needs `--dry-run`: `tailrace run` and `tailrace apply` evolve tables automatically",
+            hint=f"Run `tailrace evolve {arguments.file} --dry-run` to see what they would do.",
         )
-    found = preview(settings)
+    previews = preview(settings)
     if arguments.json:
-        print_json({"tables": [table.to_json() for table in found]})
-    elif not found:
+        print_json({"tables": [table.to_json() for table in previews]})
+    elif not previews:
         print_out("no table is loaded yet")
     else:
-        print_out("\n".join(map(_line, found)))
+        print_out("\n".join(map(_line, previews)))
     return ExitCode.OK
 
 
 def _line(table: TableEvolution) -> str:
-    said = list(table.steps)
+    steps = list(table.steps)
     if table.action == "refresh":
-        said.append(f"loaded anew: {table.why}")
+        steps.append(f"reload: {table.why}")
     elif table.action == "stop":
-        said.append(f"stops: {table.why}. {table.hint}")
+        steps.append(f"stop: {table.why}. {table.hint}")
     elif table.why is not None:
-        said.append(f"nothing to do: {table.why}")
-    return one_line(f"{table.schema}.{table.table}: {'; '.join(said) or 'nothing to do'}")
+        steps.append(f"nothing to do: {table.why}")
+    return one_line(f"{table.schema}.{table.table}: {'; '.join(steps) or 'nothing to do'}")
 
 
 def run_rebuild(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
-    """Do it, with a bar on the way."""
+    """Rebuild a table, with a progress bar, and print what it was made from."""
     with log_view.progress_bar("replaying", of_bytes=False) as progress:
         done = rebuild.rebuild(
             settings, arguments.table, to=arguments.to, from_version=arguments.from_version, progress=progress
@@ -143,9 +145,9 @@ def run_rebuild(settings: PipelineSettings, arguments: argparse.Namespace) -> Ex
 def _text(done: RebuildResult) -> str:
     base = f"version {done.base_version}" + (", as it was loaded" if done.base == "load" else "")
     if done.base == "seed":
-        base = "the seed kept of its last load"
+        base = "the kept files of its last load"
     return (
         f"{done.name}: rebuilt from {base} (position {done.base_position}, {human_count(done.base_rows, 'row')}) and "
-        f"{human_count(done.changes, 'change')} of the log; it stands at {done.position} with "
+        f"{human_count(done.changes, 'change')} of the log; it is at {done.position} with "
         f"{human_count(done.rows, 'row')}, as version {done.version} · {human_seconds(done.seconds)}"
     )

@@ -1,8 +1,8 @@
-"""`tailrace tail`: the changes in the log as they come, a line each, for people and for pipes.
+"""Run `tailrace tail`: print the changes in the log as they arrive, one line each.
 
-Only the log is read: the source is not asked, and whatever runs beside it is not disturbed. Nothing is remembered, so
-nothing is kept for it: what went before it was printed, and what the log itself lacks, is told beside the data. When
-nobody reads any more (`| head`) it ends, also while nothing comes.
+Only the log is read: the source is not asked, and no running process is disturbed. Nothing is stored about the reader,
+so the log keeps nothing for it. Commits that were trimmed before they were printed, and gaps of the log, are reported
+on stderr. The command ends when stdout has no reader any more (`| head`), even if no change arrives.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from tailrace.pipeline.config.settings import PipelineSettings, is_named
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
-"""Between two looks for a new commit."""
+"""Seconds between two looks for a new commit."""
 LINES_AT_ONCE = 1000
 _WIDTH = max(len(operation.value) for operation in Operation)
 
 
 def tail(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
-    """Print changes until told to stop or, with `--until-caught-up`, until all that is there was printed."""
+    """Print changes until interrupted or, with `--until-caught-up`, up to the log's end."""
     if arguments.debezium and arguments.json:
-        raise ConfigError("`--json` and `--debezium` do not go together", hint="Choose one: each is a form of a line.")
+        raise ConfigError(
+            "`--json` and `--debezium` cannot be combined", hint="Choose one: each sets the format of a line."
+        )
     log = ChangeLog.open(settings.log.path)
     _require_known(log, arguments.tables)
     encode = to_debezium_line if arguments.debezium else to_json_line if arguments.json else line
@@ -45,19 +47,19 @@ def tail(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
         while True:
             newest = log.newest()
             gaps = {gap.commit: gap.error for gap in log.gaps() if done < gap.commit <= newest}
-            gone: list[int] = []
+            trimmed: list[int] = []
             for commit in range(done + 1, newest + 1):
                 if (gap := gaps.get(commit)) is not None:
                     logger.warning(gap.message, extra=dict(gap.fields))
                 try:
                     events = _events(log, commit, arguments.tables)
                 except LogTrimmed:
-                    gone.append(commit)
+                    trimmed.append(commit)
                     continue
-                _tell_gone(gone)
+                _warn_of_trimmed(trimmed)
                 if not _print(events, encode):
                     return ExitCode.OK
-            _tell_gone(gone)
+            _warn_of_trimmed(trimmed)
             done = max(done, newest)
             if arguments.until_caught_up or not wait_while_read(LOOK_SECONDS):
                 break
@@ -65,24 +67,24 @@ def tail(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
 
 
 def _require_known(log: ChangeLog, tables: list[str]) -> None:
-    """Refuse names that can never be a table's; warn of those that are none's now."""
+    """Refuse names that cannot be a table's; warn of those without rows in the log."""
     log.schemas.load()
     for name in tables:
         if "." not in name:
             raise ConfigError(
-                "a table's name has its schema",
+                "the table name lacks its schema",
                 table=name,
                 hint=f"Write `public.{name}`, or `*.{name}` for any schema.",
             )
         if not log.schemas.numbers_matching(functools.partial(is_named, name)):
             logger.warning(
-                "the log has no rows of such a table yet",
-                extra={"table": name, "hint": "`tailrace log FILE show` lists those it has; case counts."},
+                "the log has no rows of this table yet",
+                extra={"table": name, "hint": "See `tailrace log FILE show` for its tables; names are case-sensitive."},
             )
 
 
 def _events(log: ChangeLog, commit: int, tables: list[str]) -> Iterator[Event]:
-    """The changes of one commit, in order."""
+    """Yield the changes of one commit, in order."""
     batches = [
         batch
         for batch in log.read(commit, commit)
@@ -91,17 +93,17 @@ def _events(log: ChangeLog, commit: int, tables: list[str]) -> Iterator[Event]:
     return heapq.merge(*(batch.events() for batch in batches), key=lambda event: event.seq)
 
 
-def _tell_gone(commits: list[int]) -> None:
-    """Say which were let go of between the look and the reading, once: whoever reads was slow."""
+def _warn_of_trimmed(commits: list[int]) -> None:
+    """Warn once of commits that were trimmed before they were read: the reader was slow."""
     if commits:
-        hint = "Have them printed faster, or keep more: `log.retention`."
-        said = {"first": commits[0], "last": commits[-1], "hint": hint}
-        logger.warning("commits were trimmed before they were printed", extra=said)
+        hint = "Read faster, or keep more rows with `log.retention`."
+        fields = {"first": commits[0], "last": commits[-1], "hint": hint}
+        logger.warning("commits were trimmed before they were printed", extra=fields)
         commits.clear()
 
 
 def _print(events: Iterator[Event], encode: Callable[[Event], str]) -> bool:
-    """Whether somebody still reads."""
+    """Print the events; return whether stdout still has a reader."""
     while lines := [encode(event) + "\n" for event in itertools.islice(events, LINES_AT_ONCE)]:
         if not write_out("".join(lines)):
             return False
@@ -109,7 +111,10 @@ def _print(events: Iterator[Event], encode: Callable[[Event], str]) -> bool:
 
 
 def line(event: Event) -> str:
-    """For people: when, what, where, the row. Texts are quoted, so that none can steer a terminal."""
+    """Return a change for people: time, operation, table, row.
+
+    Texts are quoted, so that none can control a terminal.
+    """
     at = event.committed_at.strftime("%Y-%m-%dT%H:%M:%SZ") if event.committed_at else "-"
     words = [at, event.operation.value.ljust(_WIDTH), one_line(event.table)]
     shown = to_json(event)

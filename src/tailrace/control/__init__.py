@@ -1,1 +1,1 @@
-"""What a person or an API asks of a pipeline: loads, replays, rebuilds, and a look at its log."""
+"""Actions on request: loads, replays, rebuilds, and views of the log."""

@@ -1,6 +1,6 @@
-"""What a person does with dead letters: look at them, have them tried again, drop them.
+"""List, replay and drop dead letters on request.
 
-Nothing here writes to a lake table. Asking writes a record, which whoever applies takes up, now or when it is started.
+Nothing here writes to a lake table. A request is a stored record; the applying process takes it, now or when it starts.
 """
 
 from __future__ import annotations
@@ -51,125 +51,138 @@ class DeadLetterEntry:
     hint: str
     set_aside_at: str
     passed: bool = False
-    """Whether its row has gone on without it: what it held can no longer come into the table."""
+    """True if a later change of the row was applied.
+
+    The change's own values can then no longer reach the table.
+    """
     payload: dict[str, Any] | None = None
-    """The values as the log had them; only where they were asked for."""
+    """The values as the log has them; only on request."""
 
     @property
     def name(self) -> str:
         return f"{self.schema}.{self.table}"
 
     def to_json(self) -> dict[str, Any]:
-        found = dataclasses.asdict(self)
+        entry = dataclasses.asdict(self)
         if self.payload is None:
-            del found["payload"]
-        return found
+            del entry["payload"]
+        return entry
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLetterRequestResult:
-    """How many letters of each table are to be tried again, or were dropped, and who does it."""
+    """The dead letters per table that are replayed or were dropped, and by which process."""
 
     tables: dict[TableId, int]
     apply_pid: int | None
-    """The process that applies now; None: the next one that is started does it."""
+    """The process that applies now; None: the next one that starts does it."""
     stopped: dict[TableId, str] = field(default_factory=dict)
-    """Those of the tables that this process does not go on with, and the state that each is in."""
+    """Tables that this process has stopped, with the state of each."""
     unreplayable: dict[TableId, int] = field(default_factory=dict)
-    """How many letters of tables cannot be tried again, for the source no longer has what they hold."""
+    """By table, the number of dead letters that cannot be replayed.
+
+    The source no longer has what they hold.
+    """
 
 
 def list_dead_letters(
     settings: PipelineSettings, patterns: Sequence[str], *, payload: bool = False
 ) -> list[DeadLetterEntry]:
-    """The open letters of the tables that match, or of all; oldest first, table by table."""
+    """Return the open dead letters of matching tables, or of all: by table, oldest first."""
     log = ChangeLog.open(settings.log.path)
     return [
-        letter
+        entry
         for table in _matching(settings, log, patterns)
-        for bundles, passed in [_open(settings, log, table)]
-        for bundle in bundles
-        for letter in _shown(table, bundle, passed, payload=payload)
+        for batches, passed in [_open(settings, log, table)]
+        for batch in batches
+        for entry in _shown(table, batch, passed, payload=payload)
     ]
 
 
 def request_replay(settings: PipelineSettings, patterns: Sequence[str]) -> DeadLetterRequestResult:
-    """Have letters tried again."""
+    """Request a replay of dead letters."""
     log = ChangeLog.open(settings.log.path)
-    tables, kept = dict[TableId, int](), dict[TableId, int]()
+    tables, unreplayable = dict[TableId, int](), dict[TableId, int]()
     for table in _matching(settings, log, patterns):
-        bundles, passed = _open(settings, log, table)
-        seqs = [seq for bundle in bundles for seq in bundle.seqs]
+        batches, passed = _open(settings, log, table)
+        seqs = [seq for batch in batches for seq in batch.seqs]
         if count := sum(seq not in passed for seq in seqs):
             DeadLetterStore(log.path, table).request_replay()
             tables[table] = count
         if count < len(seqs):
-            kept[table] = len(seqs) - count
+            unreplayable[table] = len(seqs) - count
     pid = log_lease.live_holder_pid(log.path, APPLIER_LEASE)
-    noted = read_status_file(log.path) if pid is not None else {}
-    states = {table: TableState(noted[table]["state"]) for table in tables if table in noted}
+    stored = read_status_file(log.path) if pid is not None else {}
+    states = {table: TableState(stored[table]["state"]) for table in tables if table in stored}
     stopped = {table: state.value for table, state in states.items() if state.is_blocked}
-    return DeadLetterRequestResult(tables=tables, apply_pid=pid, stopped=stopped, unreplayable=kept)
+    return DeadLetterRequestResult(tables=tables, apply_pid=pid, stopped=stopped, unreplayable=unreplayable)
 
 
 def forget_dead_letters(
     settings: PipelineSettings, patterns: Sequence[str], seqs: Sequence[int] = ()
 ) -> DeadLetterRequestResult:
-    """Drop letters for good: those of the tables that match, or some of them by their `_seq`."""
+    """Drop dead letters of the matching tables for good, all or some by `_seq`."""
     if not patterns:
         raise ConfigError(
-            "which letters are to be dropped is not said",
+            "no table given whose dead letters to drop",
             hint="Name the table: `tailrace dead-letters FILE list public.orders --forget`.",
         )
     log = ChangeLog.open(settings.log.path)
-    found = {
-        table: [seq for bundle in _open(settings, log, table)[0] for seq in bundle.seqs]
+    seqs_by_table = {
+        table: [seq for batch in _open(settings, log, table)[0] for seq in batch.seqs]
         for table in _matching(settings, log, patterns)
     }
-    known = {seq for numbers in found.values() for seq in numbers}
-    if wrong := sorted(set(seqs) - known):
+    known = {seq for table_seqs in seqs_by_table.values() for seq in table_seqs}
+    if unknown := sorted(set(seqs) - known):
         raise ConfigError(
-            "there is no such open letter", seq=wrong[0], hint="`tailrace dead-letters FILE list` shows them all."
+            "no open dead letter has this number",
+            seq=unknown[0],
+            hint="See `tailrace dead-letters FILE list` for their numbers.",
         )
-    dropped = {table: [seq for seq in numbers if not seqs or seq in seqs] for table, numbers in found.items()}
-    for table, numbers in dropped.items():
-        if numbers:
-            DeadLetterStore(log.path, table).forget(numbers)
+    dropped = {
+        table: [seq for seq in table_seqs if not seqs or seq in seqs] for table, table_seqs in seqs_by_table.items()
+    }
+    for table, table_seqs in dropped.items():
+        if table_seqs:
+            DeadLetterStore(log.path, table).forget(table_seqs)
     return DeadLetterRequestResult(
-        tables={table: len(numbers) for table, numbers in dropped.items() if numbers},
+        tables={table: len(table_seqs) for table, table_seqs in dropped.items() if table_seqs},
         apply_pid=log_lease.live_holder_pid(log.path, APPLIER_LEASE),
     )
 
 
 def _matching(settings: PipelineSettings, log: ChangeLog, patterns: Sequence[str]) -> list[TableId]:
-    """The tables with letters that match."""
+    """Return the matching tables that have dead letters."""
     tables = set(tables_with_dead_letters(log.path))
     if not patterns:
         return sorted(tables)
     known = tables | known_tables(log)
-    found: set[TableId] = set()
+    matching: set[TableId] = set()
     for pattern in patterns:
         only = settings.source.model_copy(update={"tables": (pattern,), "exclude": ()})
-        some = {table for table in known if matches(only, table) or str(table) == pattern}
-        if not some:
+        matched = {table for table in known if matches(only, table) or str(table) == pattern}
+        if not matched:
             raise ConfigError(f"`{pattern}` matches no table of this pipeline", hint=suggest_tables(pattern, known))
-        found |= some & tables
-    return sorted(found)
+        matching |= matched & tables
+    return sorted(matching)
 
 
 def _open(settings: PipelineSettings, log: ChangeLog, table: TableId) -> tuple[list[DeadLetterBatch], frozenset[int]]:
-    """As the table itself says how far it is; where it does not, all there are. And which of them have passed."""
-    letters, cursor = DeadLetterStore(log.path, table), None
-    with suppress(TailraceError):  # what is wrong with the table `tailrace status` says
-        cursor = settings.tables.layout.location(table, log.log_id).open_for_reading().applied_position()
-    here = (SEQ_MAX, None) if cursor is None else (cursor.seq, cursor.load)
-    return letters.read_open(*here), letters.superseded(*here)
+    """Return the open dead letters of a table, and the `_seq`s of superseded ones.
+
+    They depend on the table's applied position; without one, all are returned.
+    """
+    store, applied = DeadLetterStore(log.path, table), None
+    with suppress(TailraceError):  # `tailrace status` reports problems of the table
+        applied = settings.tables.layout.location(table, log.log_id).open_for_reading().applied_position()
+    position = (SEQ_MAX, None) if applied is None else (applied.seq, applied.load)
+    return store.read_open(*position), store.superseded(*position)
 
 
-def _shown(table: TableId, bundle: DeadLetterBatch, passed: frozenset[int], *, payload: bool) -> list[DeadLetterEntry]:
-    causes = bundle.rows.select(range(len(CAUSE_FIELDS))).to_pylist()
-    changes = bundle.changes.combine_chunks().to_batches()
-    rows = [row for batch in changes for row in python_values(batch.to_struct_array())]
+def _shown(table: TableId, batch: DeadLetterBatch, passed: frozenset[int], *, payload: bool) -> list[DeadLetterEntry]:
+    causes = batch.rows.select(range(len(CAUSE_FIELDS))).to_pylist()
+    changes = batch.changes.combine_chunks().to_batches()
+    rows = [row for arrow_batch in changes for row in python_values(arrow_batch.to_struct_array())]
     return [
         DeadLetterEntry(
             schema=table.schema,
@@ -184,21 +197,24 @@ def _shown(table: TableId, bundle: DeadLetterBatch, passed: frozenset[int], *, p
             hint=cause[HINT],
             set_aside_at=cause[REJECTED_AT].isoformat(),
             passed=row[change.SEQ] in passed,
-            payload=_payload(bundle, row) if payload else None,
+            payload=_payload(batch, row) if payload else None,
         )
         for cause, row in zip(causes, rows, strict=True)
     ]
 
 
-def _payload(bundle: DeadLetterBatch, row: dict[str, Any]) -> dict[str, Any]:
-    """The values under their own names; what did not fit as the text that the source sent."""
+def _payload(batch: DeadLetterBatch, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the values by column name; unfit values as the source's text."""
     unfit = {entry["column"]: entry["text"] for entry in row[change.UNFIT] or ()}
-    absent = set(row[change.UNCHANGED] or ())
-    values = {
-        name: unfit.get(name, row[change.stored_name(name)]) for name in bundle.schema.names if name not in absent
+    unsent = set(row[change.UNCHANGED] or ())
+    values = {name: unfit.get(name, row[change.stored_name(name)]) for name in batch.schema.names if name not in unsent}
+    payload = {
+        "values": values,
+        "unfit": sorted(unfit),
+        "unchanged": sorted(unsent),
+        "moved_from": row[change.MOVED_FROM],
     }
-    said = {"values": values, "unfit": sorted(unfit), "unchanged": sorted(absent), "moved_from": row[change.MOVED_FROM]}
-    return {name: _plain(value) for name, value in said.items()}
+    return {name: _plain(value) for name, value in payload.items()}
 
 
 def _plain(value: Any) -> Any:

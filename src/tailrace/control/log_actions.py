@@ -1,7 +1,7 @@
-"""What a person does with a log by hand: look at it, verify it, seal it, trim it, and see who needs it.
+"""Show, verify, seal and trim a log by hand, and list its readers.
 
-Nothing here asks the source or starts Spark, and all of it works beside a running capture. Acting by hand does what
-the capture process does by itself, only now; it never takes rows from a table or reader that still needs them.
+Nothing here asks the source or starts Spark, and all of it works while capture runs. It does at once what the capture
+process does automatically. It never removes rows that a table or reader still needs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from tailrace.pipeline.report import (
 from tailrace.storage.files import LogPath
 
 WAIT_SECONDS = 30.0
-"""For another one who seals."""
+"""Seconds to wait for another process that seals."""
 LOOKS_MAX = 20
-"""At a log that is sealed and trimmed faster than it can be looked at."""
+"""Tries to read a log that is sealed and trimmed at the same time."""
 
 Progress = Callable[[int, int], None]
 
@@ -50,13 +50,13 @@ Progress = Callable[[int, int], None]
 
 
 def read_overview(path: LogPath) -> LogOverview:
-    """What the log holds now."""
+    """Return what the log holds now."""
     log = ChangeLog.open(path)
     for _ in range(LOOKS_MAX):
         try:
             return _show(log)
         except LogError:
-            # Sealed or trimmed while we counted; or else the error is what it says.
+            # The log may have been sealed or trimmed while we counted; otherwise the error is real.
             if not log.seal_index.refresh():
                 raise
     return _show(log)
@@ -64,7 +64,7 @@ def read_overview(path: LogPath) -> LogOverview:
 
 @dataclass
 class _Tally:
-    """One table, while it is counted."""
+    """The counts of one table."""
 
     rows: int = 0
     bytes: int = 0
@@ -81,13 +81,13 @@ class _Tally:
 
 def _show(log: ChangeLog) -> LogOverview:
     newest = log.newest()
-    gone, seals = log.trimmed(), log.seal_index.seals
-    kept = [seal for seal in seals if seal.last > gone.commit]
-    sealed = max(log.seal_index.last_commit, gone.commit)
+    trimmed, seals = log.trimmed(), log.seal_index.seals
+    kept = [seal for seal in seals if seal.last > trimmed.commit]
+    sealed = max(log.seal_index.last_commit, trimmed.commit)
     tallies: dict[int, _Tally] = {}
     for seal in kept:
         for file in seal.files:
-            if not gone.is_trimmed(file.table, file.last_seq):
+            if not trimmed.is_trimmed(file.table, file.last_seq):
                 tally = tallies.setdefault(file.table, _Tally())
                 tally.add(file.rows, file.size, file.first, file.last)
                 tally.files += 1
@@ -106,13 +106,13 @@ def _show(log: ChangeLog) -> LogOverview:
         path=str(log.path),
         id=log.log_id,
         source=f"{source.kind} {source.system}/{source.database}",
-        first_commit=gone.commit + 1 if newest > gone.commit else None,
+        first_commit=trimmed.commit + 1 if newest > trimmed.commit else None,
         last_commit=newest or None,
         sealed_commit=sealed or None,
         transactions=transactions,
         rows=sum(tally.rows for number, tally in tallies.items() if number != SCHEMA_STREAM_NUMBER),
-        rows_trimmed=sum(table.rows for number, table in gone.tables.items() if number != SCHEMA_STREAM_NUMBER),
-        start_position=str(begin[0] if begin else gone.position) if newest else None,
+        rows_trimmed=sum(table.rows for number, table in trimmed.tables.items() if number != SCHEMA_STREAM_NUMBER),
+        start_position=str(begin[0] if begin else trimmed.position) if newest else None,
         end_position=str(last.end) if last else None,
         written_from=_time(begin[1]) if begin else None,
         written_to=_time(last.written_at) if last else None,
@@ -123,36 +123,36 @@ def _show(log: ChangeLog) -> LogOverview:
         cold_bytes=retention.disk_bytes(log.path / "cold"),
         lake_tables=sum(hold.kind == "table" for hold in holds),
         consumers=sum(hold.kind == "consumer" for hold in holds),
-        gaps=tuple(gap.commit for gap in log.gaps() if gone.commit < gap.commit <= newest),
-        tables=_tables(log, gone, tallies),
+        gaps=tuple(gap.commit for gap in log.gaps() if trimmed.commit < gap.commit <= newest),
+        tables=_tables(log, trimmed, tallies),
     )
 
 
 def _committed_to(log: ChangeLog, last: CommitHeader | None) -> str | None:
-    """When the last transaction was committed at the source, as far as the newest commits or a seal tell."""
+    """Return the source's commit time of the last transaction, if it is known."""
     if last is None:
         return None
     for commit in range(last.commit, max(log.seal_index.last_commit, last.commit - 100), -1):
-        if (found := log.header(commit).committed_at) is not None:
-            return _time(found)
+        if (committed_at := log.header(commit).committed_at) is not None:
+            return _time(committed_at)
     known = [seal.committed_at for seal in log.seal_index.seals if seal.committed_at is not None]
     return _time(known[-1]) if known else None
 
 
-def _tables(log: ChangeLog, gone: TrimRecord, tallies: dict[int, _Tally]) -> tuple[LoggedTable, ...]:
+def _tables(log: ChangeLog, trimmed: TrimRecord, tallies: dict[int, _Tally]) -> tuple[LoggedTable, ...]:
     log.schemas.load()
     numbers = sorted(
-        {SCHEMA_STREAM_NUMBER, *(version.table for version in log.schemas.latest()), *tallies, *gone.tables}
+        {SCHEMA_STREAM_NUMBER, *(version.table for version in log.schemas.latest()), *tallies, *trimmed.tables}
     )
-    found = []
+    tables = []
     for number in numbers:
         tally = tallies.get(number, _Tally())
-        lost = gone.tables.get(number)
-        if number == SCHEMA_STREAM_NUMBER and not tally.rows and lost is None:
-            continue  # nothing was announced yet
+        trimmed_rows = trimmed.tables.get(number)
+        if number == SCHEMA_STREAM_NUMBER and not tally.rows and trimmed_rows is None:
+            continue  # no schema is recorded yet
         newest = log.schemas.latest_of(number)
         table = newest.schema.table
-        found.append(
+        tables.append(
             LoggedTable(
                 number=number,
                 schema=table.schema,
@@ -163,10 +163,10 @@ def _tables(log: ChangeLog, gone: TrimRecord, tallies: dict[int, _Tally]) -> tup
                 files=tally.files,
                 first_commit=tally.first,
                 last_commit=tally.last,
-                rows_trimmed=lost.rows if lost else 0,
+                rows_trimmed=trimmed_rows.rows if trimmed_rows else 0,
             )
         )
-    return tuple(found)
+    return tuple(tables)
 
 
 def _time(microseconds: float) -> str:
@@ -177,14 +177,14 @@ def _time(microseconds: float) -> str:
 
 
 def read_schema_versions(path: LogPath) -> list[LoggedSchemaVersion]:
-    """Every version of every table's shape, table by table."""
+    """Return every version of every table's schema, by table."""
     log = ChangeLog.open(path)
-    told = first_rows_of_versions(log)
+    first_rows = first_rows_of_versions(log)
     log.schemas.load()
-    found = []
+    versions = []
     for version in sorted(log.schemas.versions_after(0), key=lambda version: (version.table, version.version)):
-        row, table = told.get((version.table, version.version)), version.schema.table
-        found.append(
+        row, table = first_rows.get((version.table, version.version)), version.schema.table
+        versions.append(
             LoggedSchemaVersion(
                 number=version.table,
                 schema=table.schema,
@@ -195,26 +195,26 @@ def read_schema_versions(path: LogPath) -> list[LoggedSchemaVersion]:
                 definition=version.definition,
             )
         )
-    return found
+    return versions
 
 
 # ---- verify ----------------------------------------------------------------------------------------------
 
 
 def verify(path: LogPath, progress: Progress) -> LogVerifyResult:
-    """Look at every byte of the log; `progress` hears how many of how many."""
+    """Check every byte of the log; `progress` gets the bytes done and the total."""
     started = time.monotonic()
-    found = verify_log(path, progress)
+    result = verify_log(path, progress)
     return LogVerifyResult(
         path=str(path),
-        ok=not found.flaws_total,
-        commits=found.commits,
-        rows=found.rows,
-        files=found.files,
-        bytes=found.bytes,
+        ok=not result.flaws_total,
+        commits=result.commits,
+        rows=result.rows,
+        files=result.files,
+        bytes=result.bytes,
         seconds=time.monotonic() - started,
-        problems_total=found.flaws_total,
-        problems=tuple(LogProblem(path=str(flaw.path), message=flaw.message, hint=flaw.hint) for flaw in found.flaws),
+        problems_total=result.flaws_total,
+        problems=tuple(LogProblem(path=str(flaw.path), message=flaw.message, hint=flaw.hint) for flaw in result.flaws),
     )
 
 
@@ -223,7 +223,10 @@ def verify(path: LogPath, progress: Progress) -> LogVerifyResult:
 
 @contextmanager
 def _sealer(path: LogPath) -> Iterator[Sealer]:
-    """The one who seals; capture is one too, every few seconds for a moment, and while it seals for longer."""
+    """Yield a sealer once no other process seals.
+
+    Capture seals too: every few seconds for a moment, and longer while there is much to seal.
+    """
     try:
         sealer = Sealer(path, wait_seconds=WAIT_SECONDS)
     except LogBusy as error:
@@ -231,14 +234,17 @@ def _sealer(path: LogPath) -> Iterator[Sealer]:
             "another process is sealing or trimming this log",
             path=path,
             **read_holder(path, SEALER_LEASE),
-            hint="The capture process does so by itself; wait until it is done, and try again.",
+            hint="Wait until it is done, then try again. The capture process seals and trims automatically.",
         ) from error
     with sealer:
         yield sealer
 
 
 def seal(path: LogPath, *, grace_seconds: float, progress: Progress) -> LogSealResult:
-    """Seal every commit there is now, then put the seals in order; `progress` hears how many of how many."""
+    """Seal every commit that exists now, then merge small seals.
+
+    `progress` gets the commits done and the total.
+    """
     started = time.monotonic()
     with _sealer(path) as sealer:
         done = sealer.seal(progress) + sealer.merge_seals() + sealer.clean(grace_seconds)
@@ -255,10 +261,10 @@ def seal(path: LogPath, *, grace_seconds: float, progress: Progress) -> LogSealR
 
 
 def trim(path: LogPath, policy: RetentionPolicy, *, older_than_seconds: float | None = None) -> LogTrimResult:
-    """Let go now of what the policy says and nobody needs.
+    """Remove what the policy allows and no reader needs.
 
-    The log's limit counts too, but not so far that anyone is detached: that is left to the capture process, which
-    knows that there is no other way.
+    The log's size limit counts too, but not so far that a reader is detached. That is left to the capture process,
+    which knows when there is no other way.
     """
     limits = [limit for limit in (policy.bytes, policy.max_bytes and int(policy.max_bytes * ROOM_RATIO)) if limit]
     gentle = replace(policy, bytes=min(limits, default=None), max_bytes=None)
@@ -267,23 +273,23 @@ def trim(path: LogPath, policy: RetentionPolicy, *, older_than_seconds: float | 
     with _sealer(path) as sealer:
         done = retention.trim(sealer, gentle)
         sealer.log.seal_index.refresh()
-        newest, gone = sealer.log.newest(), sealer.log.trimmed()
+        newest, trimmed = sealer.log.newest(), sealer.log.trimmed()
         return LogTrimResult(
             commits=done.commits,
             files=done.files,
             rows=done.rows,
             bytes=done.bytes,
-            first_commit=gone.commit + 1 if newest > gone.commit else None,
-            unsealed_commits=newest - max(sealer.log.seal_index.last_commit, gone.commit),
+            first_commit=trimmed.commit + 1 if newest > trimmed.commit else None,
+            unsealed_commits=newest - max(sealer.log.seal_index.last_commit, trimmed.commit),
             readers=_readers(sealer.log),
         )
 
 
-# ---- who needs it ----------------------------------------------------------------------------------------
+# ---- readers ---------------------------------------------------------------------------------------------
 
 
 def readers(path: LogPath) -> tuple[LogReaderStatus, ...]:
-    """The lake tables and named consumers, and how far each is."""
+    """Return the lake tables and named consumers with their progress."""
     return _readers(ChangeLog.open(path))
 
 
@@ -292,18 +298,18 @@ def _readers(log: ChangeLog) -> tuple[LogReaderStatus, ...]:
     index.grow()
     log.schemas.load()
     names = {version.table: str(version.schema.table) for version in log.schemas.latest()}
-    found = [_reader(index, names, item) for item in retention.hold_usages(log)]
-    return tuple(sorted(found, key=lambda reader: (reader.kind == "consumer", reader.name)))
+    statuses = [_reader(index, names, item) for item in retention.hold_usages(log)]
+    return tuple(sorted(statuses, key=lambda reader: (reader.kind == "consumer", reader.name)))
 
 
 def _reader(index: LogIndex, names: dict[int, str], item: HoldUsage) -> LogReaderStatus:
     hold = item.hold
     numbers = tuple(names) if hold.tables is None else hold.tables
     pending = [
-        found
+        entry
         for number in numbers
-        for found in index.pending(number, hold.seq, index.last_commit)
-        if found.last > hold.commit
+        for entry in index.pending(number, hold.seq, index.last_commit)
+        if entry.last > hold.commit
     ]
     known = index.first_commit - 1 <= hold.commit <= index.last_commit
     return LogReaderStatus(
@@ -315,7 +321,7 @@ def _reader(index: LogIndex, names: dict[int, str], item: HoldUsage) -> LogReade
         tables=None if hold.tables is None else tuple(sorted({names.get(number, str(number)) for number in numbers})),
         position=str(index.end_of(hold.commit)) if known and hold.commit else None,
         behind_commits=max(0, index.last_commit - hold.commit),
-        behind_rows=sum(found.rows for found in pending),
+        behind_rows=sum(entry.rows for entry in pending),
         held_bytes=item.bytes,
         seen_at=_time(hold.seen_at * 1e6),
         expires_at=None if hold.expires_seconds is None else _time((hold.seen_at + hold.expires_seconds) * 1e6),
@@ -323,14 +329,14 @@ def _reader(index: LogIndex, names: dict[int, str], item: HoldUsage) -> LogReade
 
 
 def forget_consumer(path: LogPath, name: str) -> None:
-    """Let go of what a named consumer holds."""
+    """Release what the log keeps for a named consumer."""
     log = ChangeLog.open(path)
     held = {(hold.kind, hold.name) for hold in consumers.read_holds(log.path)}
     if ("table", name) in held and ("consumer", name) not in held:
         raise ConfigError(
-            "this is a lake table, and no consumer",
+            "this is a lake table, not a consumer",
             name=name,
-            hint="The log keeps what it has not applied yet. Exclude it in the settings file and start again, or see "
-            "`tailrace status FILE` for why it stands still.",
+            hint="The log keeps what the table has not applied yet. Exclude the table in the settings file and start "
+            "again, or see `tailrace status FILE` for why it does not advance.",
         )
     consumers.forget_consumer(log.path, name)

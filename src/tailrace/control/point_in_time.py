@@ -1,4 +1,4 @@
-"""Lake tables as they were at one point of the source's history, all of them at the same."""
+"""Read all lake tables as of one point of the source's history."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tailrace.errors import ConfigError, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.settings import PipelineSettings, load_settings
-from tailrace.pipeline.points.ledger import Absence, ConsistentPoint, Ledger
+from tailrace.pipeline.points.ledger import FOLDER_GONE, TABLE_RECREATED, Absence, ConsistentPoint, Ledger
 from tailrace.pipeline.report import TableState
 from tailrace.tables.delta.versions import files_at, needs_connector
 from tailrace.tables.iceberg.catalogs import SPARK_CATALOG, Catalog
@@ -27,16 +27,13 @@ from tailrace.tables.location import LakeLayout
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-TABLE_REMADE = "the table was made anew since"
-FOLDER_GONE = "its folder is gone"
-_NO_MORE = (TABLE_REMADE, FOLDER_GONE)
-_LATER_HINT = "What it was then is gone with its folder. Ask for a time or position after it was loaded anew."
+_LATER_HINT = "That version is gone with its folder. Ask for a time or position after the table was loaded again."
 _EARLIER_HINT = "Ask for an earlier time or position, or wait until `tailrace at` shows the table again."
 _TIME_HINT = "For example: `2026-11-16T12:00:00Z`. A time without a zone is UTC."
 
 
 class TablesAt(dict[str, "DataFrame"]):
-    """Tables at one point. Asked for one that has no version there it says why."""
+    """Tables at one point; a lookup of a missing table raises the reason."""
 
     def __init__(self, tables: Mapping[str, DataFrame], point: ConsistentPoint) -> None:
         super().__init__(tables)
@@ -51,7 +48,7 @@ class TablesAt(dict[str, "DataFrame"]):
                     state=absence.state,
                     why=absence.why,
                     time=self.point.time.isoformat(),
-                    hint=_LATER_HINT if absence.why in _NO_MORE else _EARLIER_HINT,
+                    hint=_LATER_HINT if absence.is_replaced else _EARLIER_HINT,
                 )
         raise KeyError(name)
 
@@ -59,41 +56,46 @@ class TablesAt(dict[str, "DataFrame"]):
 def find_point(
     settings: PipelineSettings, *, time: str | datetime | None = None, position: str | Lsn | None = None
 ) -> ConsistentPoint:
-    """The last point at or before a time or a position; without either, the last of all. A table whose version then is
-    none of the table that is there now is missing from it."""
+    """Return the last point at or before a time or a position.
+
+    Without either, return the last of all. A version that belongs to an earlier table of the same name is reported as
+    missing.
+    """
     log = ChangeLog.open(settings.log.path)
-    return _as_it_is_now(settings.tables.layout, log.log_id, _noted(Ledger(log.path), time, position))
+    return _without_replaced_tables(
+        settings.tables.layout, log.log_id, _recorded_point(Ledger(log.path), time, position)
+    )
 
 
-def _noted(ledger: Ledger, time: str | datetime | None, position: str | Lsn | None) -> ConsistentPoint:
+def _recorded_point(ledger: Ledger, time: str | datetime | None, position: str | Lsn | None) -> ConsistentPoint:
     if time is not None and position is not None:
-        raise ConfigError("a point is at a time or at a position", hint="Give one of the two.")
+        raise ConfigError("both a time and a position are given", hint="Give one of the two.")
     if position is not None:
         return ledger.at(position=Lsn.parse(str(position)))
     if time is None:
         return ledger.at()
     try:
-        wanted = datetime.fromisoformat(str(time))
+        instant = datetime.fromisoformat(str(time))
     except ValueError:
-        raise ConfigError("this is no time", given=time, hint=_TIME_HINT) from None
-    wanted = wanted if wanted.tzinfo is not None else wanted.replace(tzinfo=UTC)
-    return ledger.at(committed_at=int(wanted.timestamp() * 1_000_000))
+        raise ConfigError("the time is not valid", given=time, hint=_TIME_HINT) from None
+    instant = instant if instant.tzinfo is not None else instant.replace(tzinfo=UTC)
+    return ledger.at(committed_at=int(instant.timestamp() * 1_000_000))
 
 
-def _as_it_is_now(layout: LakeLayout, log_id: str, point: ConsistentPoint) -> ConsistentPoint:
-    gone = dict[TableId, Absence]()
+def _without_replaced_tables(layout: LakeLayout, log_id: str, point: ConsistentPoint) -> ConsistentPoint:
+    replaced = dict[TableId, Absence]()
     for table, identity in point.lake_table_ids.items():
-        with suppress(TailraceError):  # whoever reads a table that cannot be looked at is told why
-            there = layout.location(table, log_id).open_for_reading()
-            now = there.identity()
-            # Another partitioning gives a table another identity where it stands.
-            if now != identity and (now is None or there.identity(point.versions[table]) != identity):
-                why = FOLDER_GONE if now is None else TABLE_REMADE
-                gone[table] = Absence(state=TableState.LIVE.value, why=why)
+        with suppress(TailraceError):  # reading such a table raises its error
+            lake_table = layout.location(table, log_id).open_for_reading()
+            current = lake_table.identity()
+            # A new partitioning gives a table a new identity at the same path.
+            if current != identity and (current is None or lake_table.identity(point.versions[table]) != identity):
+                why = FOLDER_GONE if current is None else TABLE_RECREATED
+                replaced[table] = Absence(state=TableState.LIVE.value, why=why)
     return replace(
         point,
-        missing={**point.missing, **gone},
-        versions={table: version for table, version in point.versions.items() if table not in gone},
+        missing={**point.missing, **replaced},
+        versions={table: version for table, version in point.versions.items() if table not in replaced},
     )
 
 
@@ -105,37 +107,39 @@ def tables_at(
     position: str | Lsn | None = None,
     tables: Iterable[TableId | str] | TableId | None = None,
 ) -> TablesAt:
-    """The pipeline's tables as they were at one point, by `schema.table`; a connector is needed only for Iceberg tables
-    and for such with deletion vectors or column mapping.
+    """Return the pipeline's tables as of one point, by `schema.table`.
 
-    Transactions that the source committed up to there are in all of them, and later ones in none. A table that was not
-    at that point is not among them, and asking for it says why. With `tables`, only these are read: of two that
-    `schema.table` does not tell apart, one has to be chosen.
+    Transactions that the source committed up to there are in all of them, and later ones in none. A table without a
+    version at that point is left out, and a lookup of it raises the reason. With `tables`, only these are read. If two
+    tables have the same `schema.table` text, one must be chosen this way. A connector is needed only for Iceberg
+    tables, and for Delta tables with deletion vectors or column mapping.
     """
     settings = load_settings(file)
     point = select_tables(find_point(settings, time=time, position=position), tables)
     layout = settings.tables.layout
     read = partial(_frame, spark) if layout.catalog is None else partial(_snapshot, spark, layout.catalog)
-    found = {str(table): read(layout.path(table), version) for table, version in point.versions.items()}
-    return TablesAt(found, point)
+    frames = {str(table): read(layout.path(table), version) for table, version in point.versions.items()}
+    return TablesAt(frames, point)
 
 
 def select_tables(point: ConsistentPoint, tables: Iterable[TableId | str] | TableId | None) -> ConsistentPoint:
-    """The point with these tables alone, or with all; each has a name that is no other's. One may be given as
-    `schema.table`."""
+    """Return the point with these tables alone, or with all; each name must be unique.
+
+    A table may be given as `schema.table`.
+    """
     wanted = set(point.versions) | set(point.missing)
     if tables is not None:
-        given = _named(tables)
-        asked = {table for table in wanted if table in given or str(table) in given}
-        if unknown := given - asked - set(map(str, asked)):
+        requested = _table_names(tables)
+        chosen = {table for table in wanted if table in requested or str(table) in requested}
+        if unknown := requested - chosen - set(map(str, chosen)):
             names = ", ".join(sorted(table if isinstance(table, str) else _in_parts(table) for table in unknown))
             raise ConfigError(
-                "the point knows no such table",
+                "the point has no such table",
                 tables=names,
                 time=point.time.isoformat(),
-                hint="`tailrace at FILE --json` lists those that it knows.",
+                hint="See `tailrace at FILE --json` for its tables.",
             )
-        wanted = asked
+        wanted = chosen
     for name, alike in groupby(sorted(wanted, key=str), key=str):
         if len(both := sorted(alike)) > 1:
             names = " and ".join(map(_in_parts, both))
@@ -147,14 +151,14 @@ def select_tables(point: ConsistentPoint, tables: Iterable[TableId | str] | Tabl
     )
 
 
-def _named(tables: object) -> set[TableId | str]:
+def _table_names(tables: object) -> set[TableId | str]:
     named = set[TableId | str]()
     for table in tables if isinstance(tables, Iterable) and not isinstance(tables, str) else (tables,):
         if not isinstance(table, str | TableId):
             raise ConfigError(
                 "`tables` does not name tables",
                 found=type(table).__name__,
-                hint='Give a list of texts or of `TableId`: `tables=["public.orders"]`.',
+                hint='Give a list of strings or of `TableId`: `tables=["public.orders"]`.',
             )
         named.add(table)
     return named
@@ -165,7 +169,7 @@ def _in_parts(table: TableId) -> str:
 
 
 def _snapshot(spark: SparkSession, catalog: Catalog, path: Path, version: int) -> DataFrame:
-    """Of an Iceberg table, whose connector the session must have."""
+    """Return a version of an Iceberg table; the session must have the connector."""
     from tailrace.spark.session.connectors import catalog_settings
     from tailrace.spark.writers.merge_sql import quoted
 

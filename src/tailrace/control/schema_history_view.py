@@ -1,6 +1,7 @@
-"""What became of the shapes of tables: a pipeline's, from its log, or a program's, from the folder of its history.
+"""Read schema histories: a pipeline's from its log, or a program's from its folder.
 
-The source is not asked, and nothing is written: it works beside whoever captures.
+The source is not asked and nothing is written, so this works while capture runs. The log writes every version before
+its first row and never trims one. So it is the schema history of its pipeline, and nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from tailrace.storage.files import LogPath
 
 _HINTS = {
     "change log": "Give the settings file of its pipeline instead.",
-    "checkpoint store": "`tailrace checkpoints FOLDER list` shows what it has; a schema history has its own folder.",
+    "checkpoint store": "See `tailrace checkpoints FOLDER list` for its contents; a schema history has its own folder.",
     "": "Give the settings file of a pipeline, or the folder of a `FileSchemaHistory`.",
 }
 
 
 def open_log_history(log: LogPath) -> SchemaHistory:
-    """The history that a pipeline's log is."""
+    """Return the schema history of a pipeline's log."""
     return schema_history(ChangeLog.open(log))
 
 
 def open_folder_history(folder: str) -> SchemaHistory:
-    """The history that a program keeps in a folder; one that never was a history's is refused."""
+    """Return the history that a program keeps in a folder; refuse other folders."""
     history = FileSchemaHistory(folder, read_only=True)
     names = set(os.listdir(folder))
     owned = any(name.startswith(".owner") for name in names)
@@ -40,7 +41,7 @@ def open_folder_history(folder: str) -> SchemaHistory:
     if not history.tables() and (others or not owned):
         kind = "change log" if "meta.json" in others else "checkpoint store" if owned else ""
         raise ConfigError(
-            f"the folder is a {kind}, and no schema history" if kind else "there is no schema history in the folder",
+            f"the folder is a {kind}, not a schema history" if kind else "there is no schema history in the folder",
             folder=folder,
             hint=_HINTS[kind],
         )
@@ -48,38 +49,41 @@ def open_folder_history(folder: str) -> SchemaHistory:
 
 
 def read_history(history: SchemaHistory, table: str | None) -> list[tuple[SchemaVersion, ...]]:
-    """The versions of every table, or of those of one name: oldest first."""
+    """Return the versions of every table, or of those with this name: oldest first."""
     known = history.tables()
     wanted = [item for item in known if table is None or str(item) == table]
     if table is not None and not wanted:
         close = difflib.get_close_matches(table, map(str, known), n=1)
         raise ConfigError(
-            "the history knows no table of this name",
+            "the history has no table of this name",
             table=table,
-            hint=f"Did you mean `{close[0]}`?" if close else "`tailrace schema-history FILE` shows all it knows.",
+            hint=f"Did you mean `{close[0]}`?" if close else "See `tailrace schema-history FILE` for its tables.",
         )
     return [tuple(history.versions(item)) for item in wanted]
 
 
-_WHERE = ["table", "version", change.POSITION, change.COMMITTED_AT]
+_COLUMNS = ["table", "version", change.POSITION, change.COMMITTED_AT]
 
 
 def first_rows_of_versions(log: ChangeLog) -> dict[tuple[int, int], dict[str, Any]]:
-    """By table and version: where and when its first row came, as long as the log keeps that record."""
+    """Return the first row of each version, by table number and version.
+
+    A version has one as long as the log keeps that record.
+    """
     return {
         (row["table"], row["version"]): row
         for batch in log.follow(table=SCHEMA_STREAM.table.name)
-        for row in batch.data.select(_WHERE).to_pylist()
+        for row in batch.data.select(_COLUMNS).to_pylist()
     }
 
 
 def schema_history(log: ChangeLog) -> MemorySchemaHistory:
-    """Every version of every table of the source that the log knows now."""
-    told = first_rows_of_versions(log)
+    """Return every schema version that the log knows, as a history in memory."""
+    first_rows = first_rows_of_versions(log)
     log.schemas.load()
     history = MemorySchemaHistory(retention=None)
     for version in log.schemas.versions_after(0):
-        row = told.get((version.table, version.version), {})
+        row = first_rows.get((version.table, version.version), {})
         history.import_version(
             version.schema,
             time=row.get(change.COMMITTED_AT),

@@ -1,1 +1,1 @@
-"""Changes that a lake table cannot take: storing, classifying and converting them."""
+"""Store, classify and convert changes that a lake table cannot take."""

@@ -1,16 +1,16 @@
-"""Changes that a lake table cannot take, told from those that it can: what `on_bad_row: dead-letter` does with them.
+"""Split changes into those that a keyed table can take, and dead letters.
 
-What must stay true: a row of the table is whole, of some moment, and never half of two. A key whose newest change was
-set aside is *dead*: its row stays as it was, and what builds on the change that is missing (a partial update, a move)
-is set aside too. A whole change or a delete of the key makes it live again, and what was set aside before is cleared.
-The result does not depend on how the changes were cut into batches. A letter that a person drops is no letter any more:
-what comes later then builds on the row as it stands.
+This is `on_bad_row: dead-letter`. Invariant: a row of the table is one whole state of the source row, never a mix of
+two. A key whose newest change was rejected is *dead*: its row stays as it was. A change that builds on the missing one
+(a partial update, a key move) is rejected too. A whole change or a delete makes the key normal again, and clears its
+earlier dead letters. The result does not depend on how the changes were split into batches. If a person drops a dead
+letter, later changes build on the row as it is.
 
-Where every version of a row counts (`sift_versions`) what makes a key live again does not bring the version that is
-missing: the letter of that has *passed*, and stays until a person drops it.
+In a history (`split_rejects_of_versions`) a later change does not bring back the version that is missing. Its dead
+letter is *superseded*, and stays until a person drops it.
 
-Pure: no I/O but `holds`, which is asked only for rows that partial changes build on. Only for tables with a key; for
-others see `sifting_images`.
+Pure: no I/O except `key_exists`, which is called only for rows that partial changes build on. Only for tables with a
+key; for others see `keyless`.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from tailrace.tables.limits import find_unstorable_rows, find_unstorable_values
 NO_SEQS: Ints = np.empty(0, np.int64)
 
 KeyExists = Callable[[pa.Table], Flags]
-"""Given keys, the key's columns by their own names: which of them the table holds."""
+"""Flag the keys that the table holds; they are given under their columns' own names."""
 
 _UPDATED, _DELETED = Operation.UPDATE.code, Operation.DELETE.code
 _UNFIT, _MISSING, _BUILDS_ON_DEAD = 1, 2, 3
 _NOWHERE = -1
 
 REPLAY_HINT = (
-    "Mend the row at the source, then run `tailrace dead-letters FILE replay TABLE`; or load the table anew with "
+    "Correct the row at the source, then run `tailrace dead-letters FILE replay TABLE`. Or reload the table with "
     "`tailrace snapshot FILE TABLE`."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLetterKeys:
-    """The keys of letters that are still open: one row per letter, the key's columns in the table's order."""
+    """The keys of open dead letters: one row each, with the key's columns in the table's order."""
 
     seqs: Ints
     columns: list[Any]
     unidentified: Ints = field(default_factory=NO_SEQS.copy)
-    """Those beside them of which nobody can say which row they are about: only a TRUNCATE clears them."""
+    """`_seq` of further ones whose row is unknown: only a TRUNCATE clears them."""
 
     @classmethod
     def none(cls, schema: TableSchema) -> DeadLetterKeys:
@@ -64,22 +64,25 @@ class DeadLetterKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitResult:
-    """What a batch comes to."""
+    """The result of splitting a batch."""
 
     changes: pa.Table
-    """What the table can take, in order."""
+    """Changes that the table can take, in order."""
     dead_letters: pa.Table
-    """What it cannot, as the log has it, in order."""
+    """Changes that it cannot take, as the log has them, in order."""
     causes: list[TailraceError]
-    """Why, letter by letter."""
+    """The cause of each dead letter."""
     cleared: Ints
-    """`_seq` of earlier letters whose rows have been replaced or deleted since."""
+    """`_seq` of earlier dead letters whose rows have been replaced or deleted since."""
     superseded: Ints = field(default_factory=NO_SEQS.copy)
-    """`_seq` of letters, these or earlier ones, that stay though nothing builds on them any more."""
+    """`_seq` of dead letters, new or earlier, that nothing builds on any more. They stay."""
 
 
 def has_unfit(changes: pa.Table | pa.RecordBatch) -> bool:
-    """Whether a value came that its column cannot hold; all that is looked at where nothing is wrong."""
+    """Return whether a value arrived that its column cannot hold.
+
+    If not, nothing else is checked.
+    """
     column = changes.column(change.UNFIT)
     return bool(column.null_count < len(column))
 
@@ -88,54 +91,56 @@ def split_rejects(
     schema: TableSchema,
     changes: pa.Table,
     dead: DeadLetterKeys,
-    holds: KeyExists,
+    key_exists: KeyExists,
     partition_by: Mapping[str, str] | None = None,
     *,
-    rereads: bool = False,
+    can_refetch: bool = False,
 ) -> SplitResult:
-    """Tell the changes, which stand in `_seq` order and have every column, apart. The lake table is partitioned by
-    these columns, which may have other names there. With `rereads` a partial change without a base is as good as a
-    whole one: its row is read from the source again."""
-    return _sift(schema, changes, dead, holds, partition_by or {}, every=False, rereads=rereads)
+    """Split changes that are in `_seq` order and have every column.
+
+    `partition_by` maps partition columns to their lake names, which may differ. With `can_refetch` a partial change
+    without a base counts as a whole one: its row is refetched.
+    """
+    return _split(schema, changes, dead, key_exists, partition_by or {}, keep_superseded=False, can_refetch=can_refetch)
 
 
-def _sift(
+def _split(
     schema: TableSchema,
     changes: pa.Table,
     dead: DeadLetterKeys,
-    holds: KeyExists,
-    by: Mapping[str, str],
+    key_exists: KeyExists,
+    partition_by: Mapping[str, str],
     *,
-    every: bool,
-    rereads: bool = False,
+    keep_superseded: bool,
+    can_refetch: bool = False,
 ) -> SplitResult:
-    """With `every` all that was set aside is a letter, also what was replaced since; that has passed."""
+    """Split a batch; with `keep_superseded` every reject stays a dead letter, even if replaced since."""
     codes = pc.index_in(changes.column(change.OP), value_set=OPERATION_NAMES)
     operations = np.asarray(codes.to_numpy(), dtype=np.int8)
     truncates = np.flatnonzero(operations == Operation.TRUNCATE.code)
     first = int(truncates[-1]) + 1 if truncates.size else 0
     rows = changes.slice(first).combine_chunks()
-    batch = _NumberedChanges.of(schema, rows, operations[first:], dead, by)
-    walked = _walk_all(batch, schema, holds, emptied=truncates.size > 0, rereads=rereads)
-    aside = walked.cause > 0
-    still = walked.dead[batch.own] & (np.arange(rows.num_rows) >= walked.since[batch.own])
-    waits = aside & (batch.lost | still)
-    letters = np.flatnonzero(aside if every else waits)
-    replaced = rows.column(change.SEQ).to_numpy()[aside & ~waits]
-    # A row that the table cannot hold need not be taken out of it.
-    kept = ~aside & ~((batch.operations == _DELETED) & batch.unheld_key)
-    taken = rows.filter(pa.array(kept))
-    place = taken.schema.get_field_index(change.UNFIT)
-    taken = taken.set_column(place, taken.schema.field(place), pa.nulls(taken.num_rows, change.UNFIT_TYPE))
+    batch = _NumberedChanges.of(schema, rows, operations[first:], dead, partition_by)
+    walked = _classify(batch, schema, key_exists, emptied=truncates.size > 0, can_refetch=can_refetch)
+    rejected = walked.cause > 0
+    still_dead = walked.dead[batch.own] & (np.arange(rows.num_rows) >= walked.since[batch.own])
+    open_rejects = rejected & (batch.lost | still_dead)
+    chosen = np.flatnonzero(rejected if keep_superseded else open_rejects)
+    replaced = rows.column(change.SEQ).to_numpy()[rejected & ~open_rejects]
+    # A row that the table cannot hold is not in it, so its delete is skipped.
+    applicable = ~rejected & ~((batch.operations == _DELETED) & batch.unheld_key)
+    taken = rows.filter(pa.array(applicable))
+    unfit_index = taken.schema.get_field_index(change.UNFIT)
+    taken = taken.set_column(unfit_index, taken.schema.field(unfit_index), pa.nulls(taken.num_rows, change.UNFIT_TYPE))
     cleared = dead.seqs[walked.renewed[batch.dead]]
     if truncates.size:
         cleared = np.concatenate([dead.seqs, dead.unidentified])
     return SplitResult(
         changes=pa.concat_tables([changes.slice(first - 1, 1), taken]) if first else taken,
-        dead_letters=rows.take(pa.array(letters)),
+        dead_letters=rows.take(pa.array(chosen)),
         cleared=cleared,
-        superseded=replaced if every else NO_SEQS,
-        causes=[_cause(schema, rows, row, int(walked.cause[row]), by) for row in letters.tolist()],
+        superseded=replaced if keep_superseded else NO_SEQS,
+        causes=[_cause(schema, rows, row, int(walked.cause[row]), partition_by) for row in chosen.tolist()],
     )
 
 
@@ -143,15 +148,17 @@ def split_rejects_between_truncates(
     schema: TableSchema,
     changes: pa.Table,
     dead: DeadLetterKeys,
-    holds: KeyExists,
+    key_exists: KeyExists,
     partition_by: Mapping[str, str] | None = None,
     *,
-    rereads: bool = False,
+    can_refetch: bool = False,
 ) -> SplitResult:
-    """The same for a table that keeps the rows that a TRUNCATE takes away: what they were before counts, and what of it
-    could not be taken is cleared."""
+    """Split changes for a table that keeps rows after a TRUNCATE.
+
+    The rows' state before it counts, and its rejects are cleared.
+    """
     pieces = _between_truncates(changes)
-    found = [split_rejects(schema, piece, dead, holds, partition_by, rereads=rereads) for piece in pieces]
+    found = [split_rejects(schema, piece, dead, key_exists, partition_by, can_refetch=can_refetch) for piece in pieces]
     return replace(found[-1], changes=pa.concat_tables([one.changes for one in found]))
 
 
@@ -159,12 +166,17 @@ def split_rejects_of_versions(
     schema: TableSchema,
     changes: pa.Table,
     dead: DeadLetterKeys,
-    holds: KeyExists,
+    key_exists: KeyExists,
     partition_by: Mapping[str, str] | None = None,
 ) -> SplitResult:
-    """The same for a table that keeps every version: what was set aside is a letter, whatever comes after it."""
-    by = partition_by or {}
-    found = [_sift(schema, piece, dead, holds, by, every=True) for piece in _between_truncates(changes)]
+    """Split changes for a history.
+
+    Every reject is a dead letter, whatever follows.
+    """
+    columns = partition_by or {}
+    found = [
+        _split(schema, piece, dead, key_exists, columns, keep_superseded=True) for piece in _between_truncates(changes)
+    ]
     truncated = [one.dead_letters.column(change.SEQ).to_numpy() for one in found[:-1]]
     return SplitResult(
         changes=pa.concat_tables([one.changes for one in found]),
@@ -178,7 +190,7 @@ def split_rejects_of_versions(
 
 
 def _between_truncates(changes: pa.Table) -> Iterator[pa.Table]:
-    """The changes up to the first TRUNCATE, then from each to the next."""
+    """Yield the changes up to the first TRUNCATE, then from each to the next."""
     truncated, begin = pc.equal(changes.column(change.OP), Operation.TRUNCATE.value).to_numpy(), 0
     for end in [*np.flatnonzero(truncated).tolist(), changes.num_rows]:
         yield changes.slice(begin, end - begin)
@@ -187,22 +199,23 @@ def _between_truncates(changes: pa.Table) -> Iterator[pa.Table]:
 
 @dataclass(frozen=True, kw_only=True)
 class _NumberedChanges:
-    """The changes after the last TRUNCATE as numbers."""
+    """The changes after the last TRUNCATE, with keys as numbers."""
 
     operations: Codes
     own: Ints
     old: Ints
     dead: Ints
-    """The keys of open letters."""
+    """Numbers of the keys of open dead letters."""
     bad: Flags
-    """A value that would come into the table cannot."""
+    """Changes with a new value that the table cannot hold."""
     lost: Flags
-    """The key itself does not fit, so that nobody can say which row it is."""
+    """Changes whose key itself does not fit, so that their row is unknown."""
     unheld_key: Flags
     partial: Flags
     keys: list[Any]
-    """The columns that the numbers were made of, and where each number stands in them."""
-    places: Ints
+    """The columns that the keys were numbered from."""
+    key_rows: Ints
+    """The row of each number in `keys`."""
     limit: int
 
     @classmethod
@@ -227,8 +240,8 @@ class _NumberedChanges:
         numbers = numbered.numbers
         old = np.full(size, _NOWHERE, np.int64)
         old[movers] = numbers[size : size + movers.size]
-        places = np.zeros(numbered.limit, np.int64)
-        places[numbers] = np.arange(numbers.size)
+        key_rows = np.zeros(numbered.limit, np.int64)
+        key_rows[numbers] = np.arange(numbers.size)
         unfit, lost = unfit_rows(schema, rows)
         own_columns = (rows.column(change.stored_name(column.name)) for column in schema.columns)
         unheld, unheld_key = find_unstorable_rows(schema, own_columns, size, partition_by)
@@ -243,15 +256,15 @@ class _NumberedChanges:
             unheld_key=unheld_key,
             partial=pc.list_value_length(one_array(rows.column(change.UNCHANGED))).fill_null(0).to_numpy() > 0,
             keys=columns,
-            places=places,
+            key_rows=key_rows,
             limit=numbered.limit,
         )
 
     def named(self, schema: TableSchema, numbers: Ints) -> pa.Table:
-        """The keys with these numbers."""
-        places = pa.array(self.places[numbers])
+        """Return the keys with these numbers."""
+        indices = pa.array(self.key_rows[numbers])
         names = [schema.columns[i].name for i in key_ordinals(schema)]
-        return pa.Table.from_arrays([column.take(places) for column in self.keys], names=names)
+        return pa.Table.from_arrays([column.take(indices) for column in self.keys], names=names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,26 +275,26 @@ class _Walked:
     renewed: Flags
 
 
-def _walk_all(
-    batch: _NumberedChanges, schema: TableSchema, holds: KeyExists, *, emptied: bool, rereads: bool
+def _classify(
+    batch: _NumberedChanges, schema: TableSchema, key_exists: KeyExists, *, emptied: bool, can_refetch: bool
 ) -> _Walked:
-    """Walk once to learn which rows of the table are built on, and again if some of them are not there."""
+    """Walk once to find table rows that are built on; walk again if some do not exist."""
     state = np.zeros(batch.limit, np.int8)
-    walked, asked = _walk(batch, state, emptied, rereads)
-    wanted = np.flatnonzero(asked)
-    if wanted.size:
-        missing = wanted[~holds(batch.named(schema, wanted))]
+    walked, built_on = _walk(batch, state, emptied, can_refetch)
+    candidates = np.flatnonzero(built_on)
+    if candidates.size:
+        missing = candidates[~key_exists(batch.named(schema, candidates))]
         if missing.size:
             state[missing] = GONE
-            walked, _ = _walk(batch, state, emptied, rereads)
+            walked, _ = _walk(batch, state, emptied, can_refetch)
     return walked
 
 
-def _walk(batch: _NumberedChanges, state: Codes, emptied: bool, rereads: bool) -> tuple[_Walked, Flags]:
+def _walk(batch: _NumberedChanges, state: Codes, emptied: bool, can_refetch: bool) -> tuple[_Walked, Flags]:
     dead = np.zeros(batch.limit, np.bool_)
     if not emptied:
         dead[batch.dead] = True
-    asked, renewed = np.zeros(batch.limit, np.bool_), np.zeros(batch.limit, np.bool_)
+    built_on, renewed = np.zeros(batch.limit, np.bool_), np.zeros(batch.limit, np.bool_)
     since = np.zeros(batch.limit, np.int64)
     cause = np.zeros(batch.own.size, np.int8)
     _follow(
@@ -292,10 +305,10 @@ def _walk(batch: _NumberedChanges, state: Codes, emptied: bool, rereads: bool) -
         batch.lost,
         batch.partial,
         emptied,
-        rereads,
+        can_refetch,
         state.copy(),
         dead,
-        asked,
+        built_on,
         renewed,
         since,
         cause,
@@ -303,7 +316,7 @@ def _walk(batch: _NumberedChanges, state: Codes, emptied: bool, rereads: bool) -
         np.zeros(batch.limit, np.int8),
         np.zeros(batch.limit, np.bool_),
     )
-    return _Walked(cause=cause, dead=dead, since=since, renewed=renewed), asked
+    return _Walked(cause=cause, dead=dead, since=since, renewed=renewed), built_on
 
 
 @kernel
@@ -315,10 +328,10 @@ def _follow(
     lost: Flags,
     partial: Flags,
     emptied: bool,
-    rereads: bool,
+    can_refetch: bool,
     state: Codes,
     dead: Flags,
-    asked: Flags,
+    built_on: Flags,
     renewed: Flags,
     since: Ints,
     cause: Codes,
@@ -326,10 +339,10 @@ def _follow(
     left_why: Codes,
     left_untouched: Flags,
 ) -> None:
-    """Walk the changes in order: why each is set aside (0: it is not), and what becomes of the keys.
+    """Walk the changes in order: find why each is rejected (0: it is not), and the state of each key.
 
-    As in the fold, a row that was deleted lends its values only to the row right after it, as the other half of a
-    move; `left_why` says whether it could.
+    As in the fold, a deleted row lends its values only to the row right after it, as the other half of a key move.
+    `left_why` says whether it could.
     """
     for i in range(own.size):
         if lost[i]:
@@ -347,14 +360,14 @@ def _follow(
             why, base = _MISSING, old[i]
             if base >= 0 and i > 0 and left_at[base] == i - 1:
                 why, untouched = left_why[base], left_untouched[base]
-        if why == _MISSING and rereads:
+        if why == _MISSING and can_refetch:
             why, untouched = 0, False
         if bad[i]:
             why = _UNFIT
         elif not partial[i]:
             why = 0
         elif why == 0 and untouched:
-            asked[base] = True
+            built_on[base] = True
         if why:
             cause[i] = why
             if not dead[k]:
@@ -365,17 +378,19 @@ def _follow(
 
 
 def unfit_rows(schema: TableSchema, rows: pa.Table) -> tuple[Flags, Flags]:
-    """The rows with a value of their own that does not fit, and those whose key it is.
+    """Flag rows with an unfit value of their own, and those with an unfit key.
 
-    What is said of `_before` or `_moved_from` is not a value that comes into the table.
+    Entries about `_before` or `_moved_from` are not values that the table would get.
     """
     unfit = one_array(rows.column(change.UNFIT))
-    where = pc.list_parent_indices(unfit).to_numpy()
+    row_of = pc.list_parent_indices(unfit).to_numpy()
     names = pc.struct_field(unfit.flatten(), [0])
-    own, key = np.zeros(rows.num_rows, np.bool_), np.zeros(rows.num_rows, np.bool_)
-    own[where[pc.is_in(names, value_set=pa.array(schema.names)).to_numpy(zero_copy_only=False)]] = True
-    key[where[pc.is_in(names, value_set=pa.array(schema.key, pa.string())).to_numpy(zero_copy_only=False)]] = True
-    return own, key
+    unfit_flags, unfit_key_flags = np.zeros(rows.num_rows, np.bool_), np.zeros(rows.num_rows, np.bool_)
+    unfit_flags[row_of[pc.is_in(names, value_set=pa.array(schema.names)).to_numpy(zero_copy_only=False)]] = True
+    unfit_key_flags[
+        row_of[pc.is_in(names, value_set=pa.array(schema.key, pa.string())).to_numpy(zero_copy_only=False)]
+    ] = True
+    return unfit_flags, unfit_key_flags
 
 
 def _cause(schema: TableSchema, rows: pa.Table, row: int, why: int, partition_by: Mapping[str, str]) -> TailraceError:
@@ -384,38 +399,40 @@ def _cause(schema: TableSchema, rows: pa.Table, row: int, why: int, partition_by
         return unfit_cause(schema, rows, row, partition_by)
     message = "a partial change arrived for a row that does not exist"
     if why == _BUILDS_ON_DEAD:
-        message = "a partial change builds on one that is in dead letters"
+        message = "a partial change builds on a dead letter"
     return BaseRowMissing(message, table=schema.table, position=position, hint=REPLAY_HINT)
 
 
 def unfit_cause(
     schema: TableSchema, rows: pa.Table, row: int, partition_by: Mapping[str, str], hint: str = REPLAY_HINT
 ) -> TailraceError:
-    """Why a row, one of changes that have every column, is none that the table can hold."""
-    position, said = rows.column(change.POSITION)[row].as_py(), rows.column(change.UNFIT)[row].as_py() or []
-    own = [entry["column"] for entry in said if entry["column"] in schema.names]
-    if by_rule := [rule for entry in said if (rule := change.parse_rule_failure(entry["text"])) is not None]:
+    """Return the error for a row that the table cannot hold; the changes must have every column."""
+    position, cells = rows.column(change.POSITION)[row].as_py(), rows.column(change.UNFIT)[row].as_py() or []
+    own = [entry["column"] for entry in cells if entry["column"] in schema.names]
+    if rules := [rule for entry in cells if (rule := change.parse_rule_failure(entry["text"])) is not None]:
         return TransformFailed(
             "a rule could not be applied",
-            rule=by_rule[0],
+            rule=rules[0],
             table=schema.table,
             column=", ".join(own),
             position=position,
             hint=hint,
         )
-    found = own or _unheld_columns(schema, rows.slice(row, 1), partition_by)
-    message = "a value does not fit the column's type" if own else _unheld_message(found, partition_by)
-    return ValueUnfit(message, table=schema.table, column=", ".join(found), position=position, hint=hint)
+    columns = own or _unstorable_columns(schema, rows.slice(row, 1), partition_by)
+    message = "a value does not fit the column's type" if own else _unstorable_message(columns, partition_by)
+    return ValueUnfit(message, table=schema.table, column=", ".join(columns), position=position, hint=hint)
 
 
-def _unheld_message(columns: Iterable[str], partition_by: Mapping[str, str]) -> str:
-    """What is wrong with values of the right type."""
+def _unstorable_message(columns: Iterable[str], partition_by: Mapping[str, str]) -> str:
+    """Return the message for values of the right type that cannot be stored."""
     if set(columns) & set(partition_by):
-        return "a value cannot be that of a partition"
-    return "a date lies past what Delta can hold"
+        return "a value cannot be a partition value"
+    return "a date is later than Delta can store"
 
 
-def _unheld_columns(schema: TableSchema, row: pa.Table, partition_by: Mapping[str, str]) -> list[str]:
-    ones = ((column, one_array(row.column(change.stored_name(column.name)))) for column in schema.columns)
-    found = ((column.name, find_unstorable_values(column, values, partition_by)) for column, values in ones)
-    return [name for name, flags in found if flags is not None and flags.any()]
+def _unstorable_columns(schema: TableSchema, row: pa.Table, partition_by: Mapping[str, str]) -> list[str]:
+    values_by_column = ((column, one_array(row.column(change.stored_name(column.name)))) for column in schema.columns)
+    flags_by_column = (
+        (column.name, find_unstorable_values(column, values, partition_by)) for column, values in values_by_column
+    )
+    return [name for name, flags in flags_by_column if flags is not None and flags.any()]

@@ -1,24 +1,28 @@
-"""Dead letters: changes that a lake table could not take, below `<log>/dead/<table>/`, until somebody sees to them.
+"""Store dead letters, the changes that a lake table could not take, below `<log>/dead/<table>/`.
 
-    table.json              which table it is
-    <seq>-<n>.arrow         a step: letters, each with its payload and cause, and which earlier ones it clears; or rows
-                            that a load could not bring, which count once the table came from that load; or a promise
-    load.json               a load of the whole table is about to land: what it clears
-    forgotten-<id>.json     letters that a person has dropped
-    replay.json             a person asks for them to be tried again
-    past.json               which versions of the table may lack what was in letters
+    table.json              the table's name
+    <seq>-<n>.arrow         a step: dead letters, each with its payload and cause, and which earlier ones it clears;
+                            or rows that a load could not write, which count once the table is from that load;
+                            or a replay intent
+    load.json               a load of the whole table that is about to be committed: the steps it clears
+    forgotten-<id>.json     dead letters that a person has dropped
+    replay.json             a person asks for a replay
+    past.json               which versions of the table may lack rows that were dead letters
 
-A step is written before the table's own commit and named by the `_seq` that it reaches: it counts once the table is
-there. So a letter is never lost, and what a crash left of a commit that was not made is void. The same change is one
-letter, known by its `_seq`; a row that a load has read is known by a number below zero, given when the load lands.
-A step may say of letters that they have *passed*: they stay open, but nothing builds on what they hold any more.
-A step may be a *promise* to clear letters whose own changes are about to come into the table, and has a name. The
-commit that brings them bears it, so a promise counts once somebody has found that the table does (`settle`). One
-that was not kept stays until another is: whoever made it may still be at it.
-Payloads are copies: what the log lets go of does not matter here.
+A step is written before the table's own commit and is named by the `_seq` that the commit reaches. It counts once the
+table is there. So a dead letter is never lost, and a step of a commit that a crash prevented is void. A change is one
+dead letter, identified by its `_seq`. A row that a load has read is identified by a number below zero, assigned when
+the load is committed. A step may mark dead letters as *superseded*: they stay open, but nothing builds on them any
+more.
 
-Whoever looks says where the table is, and which load it came from: what that has cleared is not there, also before the
-next apply has removed it.
+A replay is in two phases. A *replay intent* is a step with a replay id: it will clear dead letters whose changes are
+about to be written to the table. The table commit that writes them has the id. The intent counts once the table is
+found to have its id (`confirm_replay`). An intent without such a commit stays until another replay is confirmed,
+because the process that wrote it may still be at work. Payloads are copies, so retention of the log does not affect
+them.
+
+A reader passes the table's `_seq` and the load that it is from. Steps that this load has cleared are ignored, even
+before the next apply has removed them.
 """
 
 from __future__ import annotations
@@ -48,22 +52,27 @@ _STEPS_KNOWN_MAX = 4096
 _SEEN_SECONDS = 2.0
 _tables_seen: dict[LogPath, tuple[float, frozenset[str]]] = {}
 LOOKS_MAX = 100
-"""At steps that are removed by another process while they are read."""
+"""Attempts to read steps while another process removes some."""
 
 CAUSE_CODE, CAUSE, HINT, REJECTED_AT = "_cause_code", "_cause", "_hint", "_set_aside_at"
 CAUSE_FIELDS = (
     pa.field(CAUSE_CODE, pa.string()), pa.field(CAUSE, pa.string()), pa.field(HINT, pa.string()),
     pa.field(REJECTED_AT, pa.timestamp("us", "UTC")),
 )  # fmt: skip
-"""What a letter has beside the columns of a change. A step has them first, so no column of a table meets them."""
+"""Columns of a dead letter in addition to those of a change.
+
+A step has them first, so they never clash with a column of the table.
+"""
 
 
-_SEQ_PLACE = len(CAUSE_FIELDS) + [field.name for field in change.REQUIRED].index(change.SEQ)
+_SEQ_INDEX = len(CAUSE_FIELDS) + [field.name for field in change.REQUIRED].index(change.SEQ)
 
 
 class DeadLetterOrigin(NamedTuple):
-    """What rows that a load has brought say of where they come from, so that those that it could not bring say it too
-    when they come later."""
+    """The origin that a load's rows record.
+
+    Rows that the load could not write record it too when they are written later.
+    """
 
     seq: int
     position: str
@@ -71,7 +80,7 @@ class DeadLetterOrigin(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLetterBatch:
-    """Letters of one shape, in `_seq` order: `CAUSE_FIELDS`, then the columns of a change."""
+    """Dead letters of one schema, in `_seq` order: `CAUSE_FIELDS`, then the columns of a change."""
 
     schema: TableSchema
     rows: pa.Table
@@ -89,22 +98,25 @@ class DeadLetterBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class _StepHeader:
-    """What a step says without its payloads."""
+    """The facts of a step without its payloads."""
 
     counts_from_seq: int
     dead_letters: tuple[int, ...]
     cleared: tuple[int, ...]
     schema: dict[str, Any]
     load: str | None = None
-    """Whose rows they are: it counts only for a table that came from this load."""
+    """The load whose rows they are: the step counts only for a table from this load."""
     superseded: tuple[int, ...] = ()
     origin: DeadLetterOrigin | None = None
     replay_id: str | None = None
-    """Of a promise, its name."""
+    """Id of a replay intent; None for other steps."""
 
 
 class DeadLetterStore:
-    """The letters of one table. Plain: a task may have one too. Only whoever applies to the table writes steps."""
+    """The dead letters of one table.
+
+    Plain data: a task may have one too. Only the process that applies to the table writes steps.
+    """
 
     def __init__(self, log: LogPath, table: TableId) -> None:
         self.table = table
@@ -112,34 +124,37 @@ class DeadLetterStore:
 
     @property
     def has_any(self) -> bool:
-        """Whether there is anything to look at; cheap where there is not."""
+        """True if there are any steps. Cheap to check."""
         return bool(self._steps())
 
     def count(self, seq: int, load: str | None = None) -> int:
-        """How many are open for a table that has come to this `_seq`, from this load if it has a name."""
+        """Return the number of open ones, for a table at this `_seq`."""
         return len(self._open(self._counting(seq, load)))
 
     def read_open(
         self, seq: int, load: str | None = None, *, only: Collection[int] | None = None
     ) -> list[DeadLetterBatch]:
-        """Those that are, or some of them, each with its payload and its newest cause."""
-        return self._bundles(seq, load, only)
+        """Return all or some open ones, each with its payload and newest cause."""
+        return self._read_batches(seq, load, only)
 
     def read_open_keys(self, seq: int, load: str | None = None) -> list[DeadLetterBatch]:
-        """Those that have not passed, with no column of the table but its key: payloads may be large."""
-        passed, waiting = self.superseded(seq, load), None
-        if passed:
-            waiting = {number for number in self._open(self._counting(seq, load)) if number not in passed}
-        found = self._bundles(seq, load, waiting)
-        return [replace(bundle, rows=bundle.rows.select(_key_places(bundle.schema, bundle.rows))) for bundle in found]
+        """Return those that are not superseded, with no table column but the key.
+
+        Payloads may be large.
+        """
+        superseded, selected = self.superseded(seq, load), None
+        if superseded:
+            selected = {number for number in self._open(self._counting(seq, load)) if number not in superseded}
+        batches = self._read_batches(seq, load, selected)
+        return [replace(batch, rows=batch.rows.select(_key_columns(batch.schema, batch.rows))) for batch in batches]
 
     def superseded(self, seq: int, load: str | None = None) -> frozenset[int]:
-        """Letters, open or not, that nothing builds on any more."""
+        """Return the dead letters, open or not, that nothing builds on any more."""
         return frozenset(number for _, step in self._counting(seq, load) for number in step.superseded)
 
-    def _bundles(self, seq: int, load: str | None, only: Collection[int] | None) -> list[DeadLetterBatch]:
+    def _read_batches(self, seq: int, load: str | None, only: Collection[int] | None) -> list[DeadLetterBatch]:
         for _ in range(LOOKS_MAX):
-            with suppress(FileNotFoundError):  # whoever applies has removed a step since: what is there now?
+            with suppress(FileNotFoundError):  # the apply has removed a step since, so look again
                 return list(self._read(seq, load, only))
         raise _unreadable(self._path)
 
@@ -147,85 +162,99 @@ class DeadLetterStore:
         steps = self._counting(seq, load)
         owner = self._open(steps)
         for path, step in steps:
-            mine = [
+            numbers = [
                 number for number in step.dead_letters if owner.get(number) == path and (only is None or number in only)
             ]
-            if mine:
+            if numbers:
                 rows = _read_rows(path)
-                places = np.flatnonzero(np.isin(rows.column(_SEQ_PLACE).to_numpy(), np.array(mine, np.int64)))
-                whole = len(places) == rows.num_rows
-                rows = rows if whole else rows.take(pa.array(places))
+                indices = np.flatnonzero(np.isin(rows.column(_SEQ_INDEX).to_numpy(), np.array(numbers, np.int64)))
+                is_all = len(indices) == rows.num_rows
+                rows = rows if is_all else rows.take(pa.array(indices))
                 yield DeadLetterBatch(schema=TableSchema.from_json(step.schema), rows=rows, origin=step.origin)
 
     def write(
         self,
-        shape: TableSchema,
-        reaches: int,
-        letters: pa.Table,
+        schema: TableSchema,
+        seq: int,
+        dead_letters: pa.Table,
         causes: Sequence[TailraceError],
         cleared: Collection[int],
         *,
-        passed: Collection[int] = (),
-        there: bool = False,
+        superseded: Collection[int] = (),
+        already_applied: bool = False,
         version: int | None = None,
         origin: DeadLetterOrigin | None = None,
-        late: str | None = None,
+        replay_id: str | None = None,
     ) -> None:
-        """A step that counts once the table has come to `reaches`; durable when this returns.
+        """Write a step that counts once the table has reached `seq`; durable when this returns.
 
-        With `there` it has, and rows were put in where it stands: a version of before has the same `_seq`. Which one
-        has them is `version`, if that is known. With a name it is a promise, and counts once that is kept.
+        With `already_applied` the table has reached it, and rows were written at its position. Then earlier versions
+        have the same `_seq`; `version` is the first one with the rows, if known. With a `replay_id` the step is a
+        replay intent, and counts once that is confirmed.
         """
         files.make_folder(self._path)
         with files.explain_errors(self._path):
             if not (self._path / "table.json").exists():
                 self._record("table.json", {"schema": self.table.schema, "table": self.table.name})
-            seqs = letters.column(change.SEQ).to_pylist()
-            self._note_past(reaches if there else reaches - 1, seqs, version=version)
-            told = with_causes(letters, causes)
+            seqs = dead_letters.column(change.SEQ).to_pylist()
+            self._record_past(seq if already_applied else seq - 1, seqs, version=version)
+            rows = with_causes(dead_letters, causes)
             content = _encoded(
-                self.table, shape, reaches, told, sorted(cleared), passed=sorted(passed), origin=origin, late=late
+                self.table,
+                schema,
+                seq,
+                rows,
+                sorted(cleared),
+                superseded=sorted(superseded),
+                origin=origin,
+                replay_id=replay_id,
             )
-            files.replace_durably(self._next(reaches), content)
+            files.replace_durably(self._new_path(seq), content)
 
-    def confirm_replay(self, late: str, version: int | None) -> None:
-        """A promise was kept, in this version of the table if that is known: no other can be any more."""
+    def confirm_replay(self, replay_id: str, version: int | None) -> None:
+        """Confirm that a replay was committed, in this version of the table if known.
+
+        No other intent can be confirmed any more, so those are removed.
+        """
         with files.explain_errors(self._path):
             for path, step in self._steps():
-                if step.replay_id == late:
-                    self._note_past(step.counts_from_seq, (), version=version)
-                    self._settled(path, step)
+                if step.replay_id == replay_id:
+                    self._record_past(step.counts_from_seq, (), version=version)
+                    self._finalize(path, step)
                 elif step.replay_id is not None:
                     path.unlink(missing_ok=True)
 
-    def _settled(self, path: LogPath, step: _StepHeader) -> None:
-        """Have a step count whatever comes."""
+    def _finalize(self, path: LogPath, step: _StepHeader) -> None:
+        """Rewrite a step so that it counts unconditionally."""
         content = _encoded(
             self.table,
             TableSchema.from_json(step.schema),
             step.counts_from_seq,
             _read_rows(path),
             step.cleared,
-            passed=step.superseded,
+            superseded=step.superseded,
             origin=step.origin,
         )
         files.replace_durably(path, content)
 
-    def _next(self, reaches: int) -> LogPath:
-        """A step's name that none has."""
-        before = [path for path, step in self._steps() if step.counts_from_seq == reaches]
+    def _new_path(self, seq: int) -> LogPath:
+        """Return an unused path for a step."""
+        before = [path for path, step in self._steps() if step.counts_from_seq == seq]
         number = int(before[-1].stem.rpartition("-")[2]) + 1 if before else 0
-        return self._path / f"{reaches:020d}-{number:06d}.arrow"
+        return self._path / f"{seq:020d}-{number:06d}.arrow"
 
     def discard_after(self, seq: int) -> None:
-        """Remove the steps of commits that were not made, or were taken back: the table is at `seq`."""
+        """Remove steps of commits that were not made, or were undone: the table is at `seq`."""
         with files.explain_errors(self._path):
             for path, step in self._steps():
                 if step.counts_from_seq > seq:
                     path.unlink(missing_ok=True)
 
     def remove_closed(self, seq: int) -> None:
-        """Remove the oldest steps of which nothing is open. Those of the future are left alone."""
+        """Remove the oldest steps without open dead letters.
+
+        Steps beyond `seq` are kept.
+        """
         steps = self._counting(seq)
         owner = self._open(steps)
         with files.explain_errors(self._path):
@@ -242,111 +271,128 @@ class DeadLetterStore:
 
     # Loads.
 
-    def before_load(self, load: str, *, whole: bool, now: str | None, seq: int, late: str | None = None) -> None:
-        """A load is about to land at this `_seq` in a table that came from the load `now`, and bears the name of a
-        promise if one was kept last; a whole one clears what is here."""
-        self.recover(now, late)
+    def before_load(self, load: str, *, whole: bool, now: str | None, seq: int, replay_id: str | None = None) -> None:
+        """Prepare for a load that is about to be committed at this `_seq`.
+
+        `now` and `replay_id` are the load and the last replay that the table records. A load of the whole table clears
+        all steps.
+        """
+        self.recover(now, replay_id)
         if whole and (steps := [(path, step) for path, step in self._steps() if step.load != load]):
-            self._note_past(seq, (), load=load)
+            self._record_past(seq, (), load=load)
             self._record("load.json", {"load": load, "steps": [path.name for path, _ in steps]})
 
-    def supersede_by_load(self, load: str, shape: TableSchema, reaches: int) -> None:
-        """A load is about to land that brings every row as it is now, and not what it was: the letters of before stay,
-        and have passed once the table came from that load. May be repeated after `before_load`."""
+    def supersede_by_load(self, load: str, schema: TableSchema, seq: int) -> None:
+        """Mark all open dead letters as superseded by an upcoming load commit.
+
+        Such a load writes every row as it is now, but not its past. The dead letters stay, and are superseded once the
+        table is from that load. May be repeated after `before_load`.
+        """
         if not (owner := self._open(self._steps())):
             return
         with files.explain_errors(self._path):
-            none = with_causes(shape.change_schema().empty_table(), [])
-            content = _encoded(self.table, shape, reaches, none, (), load, passed=sorted(owner))
-            files.replace_durably(self._next(reaches), content)
+            no_rows = with_causes(schema.change_schema().empty_table(), [])
+            content = _encoded(self.table, schema, seq, no_rows, (), load, superseded=sorted(owner))
+            files.replace_durably(self._new_path(seq), content)
 
     def cleared_by(self, load: str | None) -> tuple[str, ...]:
-        """The steps that the load has cleared which the table came from."""
+        """Return the steps that were cleared by the load that the table is from."""
         stored = self._stored("load.json")
         return () if stored is None or stored["load"] != load else tuple(stored["steps"])
 
     def write_load_rejects(
-        self, load: str, reaches: int, rows: Sequence[DeadLetterBatch], origin: DeadLetterOrigin | None = None
+        self, load: str, seq: int, batches: Sequence[DeadLetterBatch], origin: DeadLetterOrigin | None = None
     ) -> None:
-        """Rows that a load, which is about to land at this `_seq`, could not bring; of one shape. May be repeated."""
+        """Write rows that a load, about to be committed at this `_seq`, could not write.
+
+        All rows must have one schema. May be repeated.
+        """
         files.make_folder(self._path)
         with files.explain_errors(self._path):
             if not (self._path / "table.json").exists():
                 self._record("table.json", {"schema": self.table.schema, "table": self.table.name})
-            letters = pa.concat_tables([bundle.rows for bundle in rows])
-            first = min([0, *self._numbers()]) - letters.num_rows
-            numbers = pa.array(range(first, first + letters.num_rows), pa.int64())
-            letters = letters.set_column(_SEQ_PLACE, letters.schema.field(_SEQ_PLACE), numbers)
-            self._note_past(reaches, numbers.to_pylist())
-            content = _encoded(self.table, rows[0].schema, reaches, letters, (), load, origin=origin)
-            files.replace_durably(self._next(reaches), content)
+            dead_letters = pa.concat_tables([batch.rows for batch in batches])
+            first = min([0, *self._numbers()]) - dead_letters.num_rows
+            numbers = pa.array(range(first, first + dead_letters.num_rows), pa.int64())
+            dead_letters = dead_letters.set_column(_SEQ_INDEX, dead_letters.schema.field(_SEQ_INDEX), numbers)
+            self._record_past(seq, numbers.to_pylist())
+            content = _encoded(self.table, batches[0].schema, seq, dead_letters, (), load, origin=origin)
+            files.replace_durably(self._new_path(seq), content)
 
     def _numbers(self) -> Iterator[int]:
-        """All that letters have, or had as far as that is told."""
+        """Yield all numbers of dead letters, past ones included as far as recorded."""
         for _, step in self._steps():
             yield from (*step.dead_letters, *step.cleared)
         for forgotten in self._path.glob("forgotten-*.json"):
             yield from (self._stored(forgotten.name) or {"seqs": []})["seqs"]
 
-    def recover(self, load: str | None, late: str | None = None) -> None:
-        """Remove what the load that the table came from has cleared, and what is of a load that came to nothing. What
-        that load itself has left counts from here on whatever is loaded later, as far as that does not clear it; and
-        so does a promise whose name the table bears."""
+    def recover(self, load: str | None, replay_id: str | None = None) -> None:
+        """Remove cleared steps, and steps of loads that were not committed.
+
+        The steps of the table's own load count from now on, whatever is loaded later, unless they are cleared. So does
+        a replay intent whose id the table has.
+        """
         cleared = self.cleared_by(load)
         with files.explain_errors(self._path):
             for path, step in self._steps():
                 if path.name in cleared or step.load not in (None, load):
                     path.unlink(missing_ok=True)
-                elif step.load is not None or (step.replay_id is not None and step.replay_id == late):
-                    self._settled(path, step)
+                elif step.load is not None or (step.replay_id is not None and step.replay_id == replay_id):
+                    self._finalize(path, step)
             if cleared:
                 (self._path / "load.json").unlink(missing_ok=True)
 
-    # What was.
+    # The past.
 
     @property
     def first_seq(self) -> int | None:
-        """The first `_seq` that ever was one, about; None: the table never had any."""
+        """The approximate first `_seq` that was ever a dead letter; None without any."""
         stored = self._stored("past.json")
         return None if stored is None else int(stored["first"])
 
     def is_complete_at(self, seq: int, load: str | None, version: int) -> bool:
-        """Whether a version of the table, which stood there, lacks nothing that ever was in letters."""
+        """Return whether a version of the table lacks no row because of dead letters.
+
+        The table was at `seq` and from `load` in that version.
+        """
         stored = self._stored("past.json")
         if stored is None:
             return True
         after = seq > stored["last"] or (load is not None and stored.get("load") == load)
-        put = seq == stored["last"] and stored.get("version") is not None and version >= stored["version"]
-        return (after or put) and not self.count(seq, load)
+        repaired = seq == stored["last"] and stored.get("version") is not None and version >= stored["version"]
+        return (after or repaired) and not self.count(seq, load)
 
-    def _note_past(
+    def _record_past(
         self, last: int, seqs: Sequence[int], *, load: str | None = None, version: int | None = None
     ) -> None:
-        """Versions up to this `_seq` may lack something, but for what came from the load that has cleared it, and for
-        the version that rows were put into and those after it."""
+        """Record that versions up to this `_seq` may lack rows.
+
+        Complete again are versions from the load that has cleared the dead letters, and those from `version`, into
+        which the rows were written.
+        """
         before = self._stored("past.json") or {"first": last + 1, "last": last}
         first, last = min([before["first"], *seqs]), max(before["last"], last)
         self._record("past.json", {"first": first, "last": last, "load": load, "version": version})
 
-    # What people ask for.
+    # Requests of people.
 
     def forget(self, seqs: Collection[int]) -> None:
-        """Drop letters for good."""
+        """Drop dead letters for good."""
         self._record(f"forgotten-{uuid.uuid4().hex[:12]}.json", {"seqs": sorted(seqs)})
 
     def request_replay(self) -> None:
-        """Ask for the letters to be tried again."""
+        """Ask for a replay of the dead letters."""
         self._record("replay.json", {"asked_at": time.time()})
 
     @property
     def replay_requested_at(self) -> float | None:
-        """When that was; None: nobody asks."""
+        """Time of the replay request; None without one."""
         stored = self._stored("replay.json")
         return None if stored is None else float(stored["asked_at"])
 
-    def complete_replay_request(self, asked: float) -> None:
-        """They were tried. Who has asked again meanwhile is not answered by that."""
-        if self.replay_requested_at == asked:
+    def complete_replay_request(self, requested_at: float) -> None:
+        """Remove the request after its replay, unless a newer request was made meanwhile."""
+        if self.replay_requested_at == requested_at:
             (self._path / "replay.json").unlink(missing_ok=True)
 
     # Files.
@@ -359,7 +405,7 @@ class DeadLetterStore:
             return []
         found = []
         for path in (self._path / name for name in names if name[0] != "."):
-            with suppress(FileNotFoundError):  # whoever applies has removed it since
+            with suppress(FileNotFoundError):  # the apply has removed it since
                 found.append((path, _read_step(path, files.read_stamp(path))))
         return found
 
@@ -371,7 +417,7 @@ class DeadLetterStore:
         return [(path, step) for path, step in steps if path.name not in cleared]
 
     def _open(self, steps: list[tuple[LogPath, _StepHeader]]) -> dict[int, LogPath]:
-        """The open letters, and which step each stands in."""
+        """Map the open dead letters to the steps that they are in."""
         owner: dict[int, LogPath] = {}
         for path, step in steps:
             for number in step.cleared:
@@ -400,18 +446,21 @@ class DeadLetterStore:
 
 
 def may_have_dead_letters(log: LogPath, table: TableId) -> bool:
-    """Whether a table may have letters, for those who ask often: in a store one look serves all tables for a while."""
+    """Return whether a table may have dead letters, for frequent callers.
+
+    In an object store one listing serves all tables for a while.
+    """
     if not files.is_remote(log):
         return True
-    looked, names = _tables_seen.get(log, (0.0, frozenset()))
-    if time.monotonic() >= looked + _SEEN_SECONDS:
+    read_at, names = _tables_seen.get(log, (0.0, frozenset()))
+    if time.monotonic() >= read_at + _SEEN_SECONDS:
         with files.explain_errors(log):
-            looked, names = _tables_seen[log] = (time.monotonic(), frozenset(files.list_names(log / FOLDER)))
+            read_at, names = _tables_seen[log] = (time.monotonic(), frozenset(files.list_names(log / FOLDER)))
     return table_token(table) in names
 
 
 def tables_with_dead_letters(log: LogPath) -> list[TableId]:
-    """The tables that have, or had, dead letters."""
+    """Return the tables that have, or had, dead letters."""
 
     def found() -> Iterator[TableId]:
         for path in (log / FOLDER).glob("*/table.json"):
@@ -422,24 +471,24 @@ def tables_with_dead_letters(log: LogPath) -> list[TableId]:
     return sorted(found())
 
 
-def with_causes(letters: pa.Table, causes: Sequence[TailraceError]) -> pa.Table:
-    """Changes as letters: why each was set aside, and when, stands first."""
-    said = [
+def with_causes(changes: pa.Table, causes: Sequence[TailraceError]) -> pa.Table:
+    """Return changes as dead letters, with cause and time as the first columns."""
+    columns = [
         pa.array([cause.code for cause in causes], pa.string()),
         pa.array([cause.headline for cause in causes], pa.string()),
         pa.array([cause.hint for cause in causes], pa.string()),
         pa.array([time.time_ns() // 1000] * len(causes), pa.timestamp("us", "UTC")),
     ]
-    return pa.Table.from_arrays([*said, *letters.columns], schema=pa.schema([*CAUSE_FIELDS, *letters.schema]))
+    return pa.Table.from_arrays([*columns, *changes.columns], schema=pa.schema([*CAUSE_FIELDS, *changes.schema]))
 
 
-def encode_dead_letters(shape: TableSchema, letters: pa.Table) -> bytes:
-    """Letters that no step has yet, as a file."""
-    return _encoded(shape.table, shape, 0, letters, ())
+def encode_dead_letters(schema: TableSchema, dead_letters: pa.Table) -> bytes:
+    """Encode dead letters that are in no step yet as a file."""
+    return _encoded(schema.table, schema, 0, dead_letters, ())
 
 
 def read_dead_letters(path: LogPath) -> DeadLetterBatch:
-    """What such a file holds."""
+    """Read a file made by `encode_dead_letters`."""
     return DeadLetterBatch(
         schema=TableSchema.from_json(_read_step(path, files.read_stamp(path)).schema), rows=_read_rows(path)
     )
@@ -447,45 +496,45 @@ def read_dead_letters(path: LogPath) -> DeadLetterBatch:
 
 def _encoded(
     table: TableId,
-    shape: TableSchema,
-    reaches: int,
-    letters: pa.Table,
+    schema: TableSchema,
+    seq: int,
+    dead_letters: pa.Table,
     cleared: Sequence[int],
     load: str | None = None,
     *,
-    passed: Sequence[int] = (),
+    superseded: Sequence[int] = (),
     origin: DeadLetterOrigin | None = None,
-    late: str | None = None,
+    replay_id: str | None = None,
 ) -> bytes:
     meta = {
         "format": FORMAT,
         "schema": table.schema,
         "table": table.name,
-        "reaches": reaches,
-        "shape": shape.to_json(),
-        "letters": letters.column(_SEQ_PLACE).to_pylist(),
+        "reaches": seq,
+        "shape": schema.to_json(),
+        "letters": dead_letters.column(_SEQ_INDEX).to_pylist(),
         "cleared": [int(number) for number in cleared],
         **({} if load is None else {"load": load}),
-        **({"passed": [int(number) for number in passed]} if passed else {}),
+        **({"passed": [int(number) for number in superseded]} if superseded else {}),
         **({} if origin is None else {"origin": list(origin)}),
-        **({} if late is None else {"late": late}),
+        **({} if replay_id is None else {"late": replay_id}),
     }
-    fields = letters.schema.with_metadata({_META: json.dumps(meta).encode()})
+    fields = dead_letters.schema.with_metadata({_META: json.dumps(meta).encode()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, fields) as writer:
-        writer.write_table(letters.replace_schema_metadata(fields.metadata))
+        writer.write_table(dead_letters.replace_schema_metadata(fields.metadata))
     content: bytes = sink.getvalue().to_pybytes()
     return content
 
 
 @lru_cache(maxsize=_STEPS_KNOWN_MAX)
 def _read_step(path: LogPath, _: FileStamp | None) -> _StepHeader:
-    """Kept by the file's identity: status asks twice a second."""
+    """Read a step's header, cached by the file's identity because status asks twice a second."""
     try:
         with files.arrow_file(path) as handle:
             stored = json.loads(pa.ipc.open_file(handle).schema.metadata[_META])
         if stored["format"] != FORMAT:
-            raise ValueError("it has a format this version does not know")
+            raise ValueError("unknown format")
         return _StepHeader(
             counts_from_seq=stored["reaches"],
             dead_letters=tuple(stored["letters"]),
@@ -506,7 +555,7 @@ def _read_step(path: LogPath, _: FileStamp | None) -> _StepHeader:
 
 def _read_rows(path: LogPath) -> pa.Table:
     try:
-        return pa.ipc.open_file(files.arrow_file(path)).read_all()  # only what is looked at is read
+        return pa.ipc.open_file(files.arrow_file(path)).read_all()  # memory-mapped: only used columns are read
     except FileNotFoundError:
         raise
     except files.STORE_ERRORS as error:
@@ -515,10 +564,10 @@ def _read_rows(path: LogPath) -> pa.Table:
         raise _unreadable(path) from error
 
 
-def _key_places(shape: TableSchema, rows: pa.Table) -> list[int]:
-    """Where a letter's cause, what every change has, its key and what of it does not fit stand."""
+def _key_columns(schema: TableSchema, rows: pa.Table) -> list[int]:
+    """Return the indices of cause, metadata, key and unfit columns."""
     always = len(CAUSE_FIELDS) + len(change.REQUIRED)
-    wanted = {change.UNFIT, *(change.stored_name(name) for name in shape.key)}
+    wanted = {change.UNFIT, *(change.stored_name(name) for name in schema.key)}
     return [*range(always), *(i for i in range(always, rows.num_columns) if rows.schema.field(i).name in wanted)]
 
 
@@ -526,5 +575,5 @@ def _unreadable(path: LogPath) -> LogCorrupt:
     return LogCorrupt(
         "a dead letter cannot be read",
         path=path,
-        hint="Restore the file from a copy of the log; or move it away and run `tailrace snapshot FILE TABLE`.",
+        hint="Restore the file from a copy of the log. Or move it away and run `tailrace snapshot FILE TABLE`.",
     )

@@ -1,4 +1,4 @@
-"""The demonstration: a private PostgreSQL, a shop that is busy, and a comparison that trusts nobody.
+"""The demonstration: a private PostgreSQL, a busy shop, and an independent comparison.
 
 Nothing in the product imports this package; tests and benchmarks do.
 """

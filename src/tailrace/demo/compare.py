@@ -1,22 +1,22 @@
-"""Is the lake equal to the source? Answered without any of Tailrace's own code.
+"""Checks whether the lake equals the source, without any of Tailrace's own code.
 
 What must stay true:
 
-- Nothing here imports the rest of Tailrace: a mistake in the product's decoding must not be made again by
-  its judge. Where it can, the source's side is written by PostgreSQL's own output functions.
+- Nothing here imports the rest of Tailrace: the check must not repeat a mistake in the product's decoding. Where
+  possible, the source's side is written by PostgreSQL's own output functions.
 - All tables are read in one REPEATABLE READ transaction: one moment of the source.
-- Rows are compared by content, as multisets, so a row that stands twice is not equal to one that stands once.
+- Rows are compared by content, as multisets, so a row that occurs twice is not equal to one that occurs once.
 - A value that the lake's type cannot hold is counted as different; it never ends the comparison.
 - No row value is printed or kept in a verdict, except those of the primary key.
 
-Both sides become text, column by column, in a form where equal text means equal value: integers, exact text
-and enum labels as they are, floats by their bits, decimals by their digits without the point, dates as days
-and timestamps as microseconds from 1970 (so that no year is out of range), bytea as hex, lists as Python
-shows them.
-The rule of the lake for `infinity` is the last, for `-infinity` the first instant of the years 1 to 9999.
+Both sides become text, column by column, so that equal text means equal value. Integers, exact text and enum labels
+stay as they are. Floats are written by their bits, decimals by their digits without the point. Dates are days and
+timestamps microseconds from 1970, so that no year is out of range. bytea is hex, and lists are as Python prints them.
 
-A whole table is held in memory, twice. PostgreSQL 14 or later. The file is longer than most so that one who
-doubts a verdict finds all of it in one place.
+The lake's rule for `infinity` is the last, for `-infinity` the first instant of the years 1 to 9999.
+
+A whole table is held in memory, twice. PostgreSQL 14 or later. The file is longer than most so that a reader who doubts
+a verdict finds all of it in one file.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ SET extra_float_digits = 3; SET bytea_output = hex;
 
 
 class LakeUnreadable(RuntimeError):
-    """The table uses something this reader does not know; to go on could give a false verdict."""
+    """The table uses a feature that this reader does not know. Continuing could give a false verdict."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableVerdict:
-    """What was found for one table. `missing` rows are only in the source, `extra` only in the lake."""
+    """The result for one table. `missing` rows are only in the source, `extra` only in the lake."""
 
     schema: str
     table: str
@@ -71,9 +71,9 @@ class TableVerdict:
     missing: int = 0
     extra: int = 0
     differing: int = 0
-    """Rows of one primary key whose other columns are not equal; always 0 for a table without one."""
+    """Rows of one primary key whose other columns are not equal. Always 0 for a table without one."""
     columns: tuple[str, ...] = ()
-    """What is wrong with the table as a whole, in words: it or a column is missing, or of another type."""
+    """Problems of the table as a whole: it or a column is missing, or of another type."""
     sample: tuple[str, ...] = ()
     """Primary keys of some rows at fault."""
 
@@ -100,7 +100,7 @@ def _compare_table(
 ) -> TableVerdict:
     relation = _relation(connection, schema, table)
     if relation is None:
-        return TableVerdict(schema=schema, table=table, columns=("the source has no such table",))
+        return TableVerdict(schema=schema, table=table, columns=("the source does not have the table",))
     folder = table_folder(lake, schema, table)
     if not (folder / "_delta_log").is_dir():
         return TableVerdict(
@@ -108,15 +108,15 @@ def _compare_table(
             table=table,
             source_rows=_count(connection, relation),
             missing=_count(connection, relation),
-            columns=("the lake has no such table",),
+            columns=("the lake does not have the table",),
         )
     stored = _read_delta(folder)
-    wanted = _columns(connection, types, relation, stored.schema.names)
-    problems = _column_problems(wanted, stored.schema)
-    shared = [column for column in wanted if column.name not in problems]
+    expected = _columns(connection, types, relation, stored.schema.names)
+    problems = _column_problems(expected, stored.schema)
+    shared = [column for column in expected if column.name not in problems]
     source = _read_source(connection, relation, shared)
     mirror = _lake_texts(stored, shared)
-    difference = _difference(source, mirror, _key_places(wanted, shared), shared)
+    difference = _difference(source, mirror, _key_indices(expected, shared), shared)
     return TableVerdict(
         schema=schema,
         table=table,
@@ -131,18 +131,19 @@ def _compare_table(
 
 
 def _path_part(name: str) -> str:
-    """Only `/`, `%`, control characters and a leading dot are percent-encoded; the rest stands as it is."""
+    """Percent-encode only `/`, `%`, control characters and a leading dot."""
     encoded = "".join(
-        quote(letter, safe="") if letter in "/%" or unicodedata.category(letter) == "Cc" else letter for letter in name
+        quote(character, safe="") if character in "/%" or unicodedata.category(character) == "Cc" else character
+        for character in name
     )
     return "%2E" + encoded[1:] if encoded.startswith(".") else encoded
 
 
-# --- the contract of the lake: how a source column must stand in it ----------------------------------------
+# --- the contract of the lake: the expected type of a source column ---------------------------------------
 
 
 class ValueKind(enum.Enum):
-    """How a type of the source stands in the lake."""
+    """The storage of a source type's values in the lake."""
 
     BOOLEAN = "boolean"
     INTEGER = "integer"
@@ -177,9 +178,7 @@ _KINDS = {
 
 
 class ComparedType(NamedTuple):
-    """How a value of the source is expected to stand in the lake."""
-
-    """How a column stands in the lake. A decimal's precision is not part of it: more room does no harm."""
+    """The expected type of a lake column. A decimal's precision does not count: more room does no harm."""
 
     kind: ValueKind
     scale: int = 0
@@ -191,7 +190,7 @@ class ComparedType(NamedTuple):
 
 
 class PgType(NamedTuple):
-    """A type of the source, domains replaced by what they stand on."""
+    """A type of the source, with domains replaced by their base types."""
 
     name: str
     built_in: bool
@@ -205,9 +204,9 @@ class SourceColumn(NamedTuple):
     """One column of the source."""
 
     name: str
-    shape: ComparedType
-    key_place: int | None
-    """Its place in the primary key, or None."""
+    lake_type: ComparedType
+    key_index: int | None
+    """Its index in the primary key, or None."""
 
 
 class Relation(NamedTuple):
@@ -233,22 +232,22 @@ def _types(connection: Connection) -> dict[int, PgType]:
     return {row[0]: PgType(*row[1:]) for row in rows}
 
 
-def _shape_in_lake(types: dict[int, PgType], oid: int, modifier: int) -> ComparedType:
-    found = types[oid]
-    while found.base:
-        modifier, found = found.base_modifier, types[found.base]
-    element = types.get(found.element)
-    scalar = element or found
+def _expected_type(types: dict[int, PgType], oid: int, modifier: int) -> ComparedType:
+    pg_type = types[oid]
+    while pg_type.base:
+        modifier, pg_type = pg_type.base_modifier, types[pg_type.base]
+    element = types.get(pg_type.element)
+    scalar = element or pg_type
     if not scalar.built_in:
         return ComparedType(ValueKind.TEXT)
     if scalar.name == "numeric":
-        return _decimal_shape(modifier, is_list=element is not None)
+        return _decimal_type(modifier, is_list=element is not None)
     kind = _KINDS.get(scalar.name)
     return ComparedType(kind, is_list=element is not None) if kind is not None else ComparedType(ValueKind.TEXT)
 
 
-def _decimal_shape(modifier: int, *, is_list: bool) -> ComparedType:
-    """numeric(p, s), where the modifier is ((p << 16) | s) + 4 and s has eleven bits and a sign."""
+def _decimal_type(modifier: int, *, is_list: bool) -> ComparedType:
+    """Return numeric(p, s). The modifier is ((p << 16) | s) + 4, and s has eleven bits and a sign."""
     if modifier < 4:
         return ComparedType(ValueKind.TEXT)
     precision, scale = (modifier - 4) >> 16 & 0xFFFF, (modifier - 4) & 0x7FF
@@ -259,10 +258,10 @@ def _decimal_shape(modifier: int, *, is_list: bool) -> ComparedType:
     return ComparedType(ValueKind.DECIMAL, max(scale, 0), is_list)
 
 
-def _shape_of(stored: pa.DataType) -> ComparedType | None:
-    """The shape of a lake column, or None for a type that the contract never gives."""
+def _lake_type(stored: pa.DataType) -> ComparedType | None:
+    """Return the type of a lake column; None for a type outside the contract."""
     if pa.types.is_list(stored) or pa.types.is_large_list(stored):
-        element = _shape_of(stored.value_type)
+        element = _lake_type(stored.value_type)
         return element._replace(is_list=True) if element is not None and not element.is_list else None
     if pa.types.is_decimal(stored):
         return ComparedType(ValueKind.DECIMAL, stored.scale)
@@ -282,16 +281,16 @@ def _shape_of(stored: pa.DataType) -> ComparedType | None:
     return next((ComparedType(kind) for test, kind in tests if test(stored)), None)
 
 
-def _column_problems(wanted: list[SourceColumn], stored: pa.Schema) -> dict[str, str]:
-    """What is wrong, by column name."""
+def _column_problems(expected: list[SourceColumn], stored: pa.Schema) -> dict[str, str]:
+    """Return what is wrong, by column name."""
     problems = {}
-    for column in wanted:
+    for column in expected:
         if column.name not in stored.names:
             problems[column.name] = f"{column.name}: not in the lake"
-        elif _shape_of(stored.field(column.name).type) != column.shape:
-            found = stored.field(column.name).type
-            problems[column.name] = f"{column.name}: must be {column.shape}, but the lake has {found}"
-    names = {column.name for column in wanted}
+        elif _lake_type(stored.field(column.name).type) != column.lake_type:
+            lake_type = stored.field(column.name).type
+            problems[column.name] = f"{column.name}: must be {column.lake_type}, but the lake has {lake_type}"
+    names = {column.name for column in expected}
     problems |= {name: f"{name}: not in the source" for name in stored.names if name not in names}
     return problems
 
@@ -311,7 +310,7 @@ def _relation(connection: Connection, schema: str, table: str) -> Relation | Non
 def _columns(
     connection: Connection, types: dict[int, PgType], relation: Relation, mirrored: list[str]
 ) -> list[SourceColumn]:
-    """The columns that are published: of the generated ones those that are mirrored, as the publication decides."""
+    """Return the published columns; of the generated ones those that the lake has."""
     rows = connection.execute(
         """SELECT a.attname, a.atttypid, a.atttypmod, array_position(k.indkey::int2[], a.attnum)
            FROM pg_attribute a LEFT JOIN pg_index k ON k.indrelid = a.attrelid AND k.indisprimary
@@ -320,7 +319,7 @@ def _columns(
            ORDER BY a.attnum""",
         (relation.oid, mirrored),
     )
-    return [SourceColumn(name, _shape_in_lake(types, oid, mod), place) for name, oid, mod, place in rows]
+    return [SourceColumn(name, _expected_type(types, oid, mod), key_index) for name, oid, mod, key_index in rows]
 
 
 def _count(connection: Connection, relation: Relation) -> int:
@@ -329,8 +328,8 @@ def _count(connection: Connection, relation: Relation) -> int:
     return int(row[0])
 
 
-# Each takes the place of `{}`: a value to the text described at the top of this file. Where there is none,
-# COPY writes what the type's output function says, which is not always what a cast to text says.
+# Each expression replaces `{}`: a value as the text described at the top of this file. Where there is no expression,
+# COPY writes what the type's output function prints, which a cast to text does not always equal.
 _EXPRESSIONS = {
     ValueKind.REAL: """CASE WHEN {} = 'NaN' THEN 'NaN'
         ELSE ('x' || encode(float4send({}), 'hex'))::bit(32)::int::text END""",
@@ -348,10 +347,10 @@ _EXPRESSIONS[ValueKind.TIMESTAMPTZ] = _EXPRESSIONS[ValueKind.TIMESTAMP].replace(
 
 def _expression(column: SourceColumn) -> sql.Composable:
     name = sql.Identifier(column.name)
-    template = _EXPRESSIONS.get(column.shape.kind)
+    template = _EXPRESSIONS.get(column.lake_type.kind)
     if template is None:
         return name
-    if not column.shape.is_list:
+    if not column.lake_type.is_list:
         return _filled(template, name)
     # unnest() would flatten an array of more dimensions into one that looks fit.
     return sql.SQL(
@@ -366,17 +365,17 @@ def _filled(template: str, value: sql.Identifier) -> sql.Composed:
 
 
 def _read_source(connection: Connection, relation: Relation, columns: list[SourceColumn]) -> pa.Table:
-    """Every row as text, one string column per column, named by its place."""
+    """Return every row as text, one string column per column, named by its index."""
     # The constant in front keeps a row of one NULL, or of no columns, from being an empty line.
-    chosen = sql.SQL(", ").join([sql.SQL("1"), *(_expression(column) for column in columns)])
-    query = sql.SQL("COPY (SELECT {} FROM {}) TO STDOUT (FORMAT csv, FORCE_QUOTE *)").format(chosen, relation.sql())
+    selected = sql.SQL(", ").join([sql.SQL("1"), *(_expression(column) for column in columns)])
+    query = sql.SQL("COPY (SELECT {} FROM {}) TO STDOUT (FORMAT csv, FORCE_QUOTE *)").format(selected, relation.sql())
     text, longest = io.BytesIO(), 0
     with connection.cursor() as cursor, cursor.copy(query) as rows:
         for row in rows:
             longest = max(longest, text.write(row))
     table = _parse_csv(text, longest, len(columns))
-    for place, column in enumerate(columns):
-        table = table.set_column(place, str(place), _source_texts(table.column(place), column.shape))
+    for index, column in enumerate(columns):
+        table = table.set_column(index, str(index), _source_texts(table.column(index), column.lake_type))
     return table
 
 
@@ -403,14 +402,14 @@ def _parse_csv(text: io.BytesIO, longest: int, width: int) -> pa.Table:
     return table.select([*names[1:], ""])
 
 
-def _source_texts(texts: pa.ChunkedArray, shape: ComparedType) -> pa.ChunkedArray:
-    if shape.is_list:
-        return _mapped(texts, lambda value: _list_text(value, shape))
-    return _mapped(texts, _digits) if shape.kind is ValueKind.DECIMAL else texts
+def _source_texts(texts: pa.ChunkedArray, compared_type: ComparedType) -> pa.ChunkedArray:
+    if compared_type.is_list:
+        return _mapped(texts, lambda value: _list_text(value, compared_type))
+    return _mapped(texts, _digits) if compared_type.kind is ValueKind.DECIMAL else texts
 
 
 def _digits(text: str) -> str:
-    """`-0.50` to `-50`: a column's scale is fixed, so the point says nothing. `NaN` stays."""
+    """Turn `-0.50` into `-50`: a column's scale is fixed, so the point adds nothing. `NaN` stays."""
     sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text)
     return sign + (digits.replace(".", "").lstrip("0") or "0")
 
@@ -428,13 +427,16 @@ _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _BOUNDS = re.compile(r"^(\[-?[0-9]+:-?[0-9]+\])+=")
 
 
-def _list_text(text: str, shape: ComparedType) -> str:
-    """`{a,"b,c",NULL}` to `['a', 'b,c', None]`; with more dimensions it stays, equal to no list."""
+def _list_text(text: str, compared_type: ComparedType) -> str:
+    """Turn `{a,"b,c",NULL}` into `['a', 'b,c', None]`.
+
+    With more dimensions the text stays, equal to no list.
+    """
     body = _BOUNDS.sub("", text, count=1) if text.startswith("[") else text
     if body.startswith("{{"):
         return text
     elements = _elements(body[1:-1])
-    if shape.kind is ValueKind.DECIMAL:
+    if compared_type.kind is ValueKind.DECIMAL:
         elements = (None if element is None else _digits(element) for element in elements)
     return repr(list(elements))
 
@@ -455,49 +457,49 @@ def _elements(inner: str) -> Iterator[str | None]:
 
 
 def _read_delta(folder: Path) -> pa.Table:
-    """The table's newest version, with its own schema; files older than a column have nulls there."""
-    # delta-rs decodes percent signs in a table's own path and then looks elsewhere. It is shown the log
-    # through a link with a harmless name; the data files are opened by us.
+    """Return the table's newest version, with its own schema. Files older than a column have nulls there."""
+    # delta-rs decodes percent signs in a table's own path and then looks in the wrong folder. So it gets the log
+    # through a link with a harmless name; the data files are opened here.
     with tempfile.TemporaryDirectory(prefix="tailrace-compare-") as stand_in:
         Path(stand_in, "_delta_log").symlink_to((folder / "_delta_log").resolve())
         try:
             table = DeltaTable(stand_in)
-            if _says_more(table, folder):
+            if _needs_delta_reader(table, folder):
                 return _scanned(DeltaTable(str(folder.resolve()), version=table.version()))
             schema = pa.schema(table.schema().to_arrow())
             adds = pa.table(table.get_add_actions(flatten=True))
         except DeltaError as error:
             raise LakeUnreadable(f"{folder}: the Delta log cannot be read") from error
-    # What a table is partitioned by stands in the log alone.
-    said = {name: adds.column(f"partition.{name}") for name in table.metadata().partition_columns}
+    # Partition values are only in the log.
+    partition_values = {name: adds.column(f"partition.{name}") for name in table.metadata().partition_columns}
     files = [
-        _read_file(folder / unquote(path), schema, {name: values[i] for name, values in said.items()})
+        _read_file(folder / unquote(path), schema, {name: values[i] for name, values in partition_values.items()})
         for i, path in enumerate(adds.column("path").to_pylist())
     ]
     return pa.concat_tables([schema.empty_table(), *files])
 
 
-def _says_more(table: DeltaTable, folder: Path) -> bool:
-    """Whether its files alone do not tell what the table holds."""
+def _needs_delta_reader(table: DeltaTable, folder: Path) -> bool:
+    """Return whether the data files alone do not define the table's content."""
     metadata = table.metadata()
     mapped = metadata.configuration.get("delta.columnMapping.mode", "none") != "none"
     return mapped or bool(pa.table(table.deletion_vectors()).num_rows)
 
 
 def _scanned(table: DeltaTable) -> pa.Table:
-    """As delta-rs reads it."""
+    """Return the table as delta-rs reads it."""
     schema = pa.schema(table.schema().to_arrow())
     stored = pa.table(table.scan())
     return pa.table([stored.column(field.name).cast(field.type) for field in schema], schema=schema)
 
 
-def _read_file(path: Path, schema: pa.Schema, said: dict[str, pa.Scalar]) -> pa.Table:
+def _read_file(path: Path, schema: pa.Schema, partition_values: dict[str, pa.Scalar]) -> pa.Table:
     if not path.is_file():
-        raise LakeUnreadable(f"{path}: named by the Delta log, but not there")
+        raise LakeUnreadable(f"{path}: named by the Delta log, but missing")
     # ParquetFile, not read_table: that would take `name=value` in the path for a partition.
     with pq.ParquetFile(path) as file:
         stored = file.read()
-    for name, value in said.items():
+    for name, value in partition_values.items():
         stored = stored.append_column(name, pa.repeat(value, stored.num_rows))
     columns = [
         stored.column(field.name).cast(field.type)
@@ -510,27 +512,27 @@ def _read_file(path: Path, schema: pa.Schema, said: dict[str, pa.Scalar]) -> pa.
 
 def _lake_texts(stored: pa.Table, columns: list[SourceColumn]) -> pa.Table:
     texts = {
-        str(place): pa.chunked_array(
-            [_texts(chunk, column.shape) for chunk in stored.column(column.name).chunks], pa.string()
+        str(index): pa.chunked_array(
+            [_texts(chunk, column.lake_type) for chunk in stored.column(column.name).chunks], pa.string()
         )
-        for place, column in enumerate(columns)
+        for index, column in enumerate(columns)
     }
     ones = pa.repeat(pa.scalar("1", pa.string()), stored.num_rows)
     return pa.table({**texts, "": ones})
 
 
-def _texts(values: pa.Array, shape: ComparedType) -> pa.Array:
-    """The text form of a column of the lake, as told at the top of this file."""
-    if shape.is_list:
-        return _list_texts(values, shape._replace(is_list=False))
-    match shape.kind:
+def _texts(values: pa.Array, compared_type: ComparedType) -> pa.Array:
+    """Return a lake column as the text described at the top of this file."""
+    if compared_type.is_list:
+        return _list_texts(values, compared_type._replace(is_list=False))
+    match compared_type.kind:
         case ValueKind.BOOLEAN:
             return pc.if_else(values, "t", "f")
         case ValueKind.REAL | ValueKind.DOUBLE:
-            bits = values.view(pa.int32() if shape.kind is ValueKind.REAL else pa.int64()).cast(pa.string())
+            bits = values.view(pa.int32() if compared_type.kind is ValueKind.REAL else pa.int64()).cast(pa.string())
             return pc.if_else(pc.is_nan(values), "NaN", bits)
         case ValueKind.DECIMAL:
-            return _unscaled(values.cast(pa.decimal128(DECIMAL_DIGITS_MAX, shape.scale))).cast(pa.string())
+            return _unscaled(values.cast(pa.decimal128(DECIMAL_DIGITS_MAX, compared_type.scale))).cast(pa.string())
         case ValueKind.DATE:
             return values.view(pa.int32()).cast(pa.string())
         case ValueKind.TIMESTAMP | ValueKind.TIMESTAMPTZ:
@@ -543,14 +545,14 @@ def _texts(values: pa.Array, shape: ComparedType) -> pa.Array:
 
 
 def _unscaled(values: pa.Array) -> pa.Array:
-    """The same digits with no point: Arrow's own text of a decimal may use an exponent."""
+    """Return the same digits with no point. Arrow's own text of a decimal may use an exponent."""
     whole = pa.decimal128(DECIMAL_DIGITS_MAX, 0)
     return pa.Array.from_buffers(whole, len(values), values.buffers(), offset=values.offset)
 
 
-def _list_texts(values: pa.Array, shape: ComparedType) -> pa.Array:
+def _list_texts(values: pa.Array, compared_type: ComparedType) -> pa.Array:
     lengths = pc.list_value_length(values).to_pylist()
-    flat = _texts(pc.list_flatten(values), shape).to_pylist()
+    flat = _texts(pc.list_flatten(values), compared_type).to_pylist()
     texts: list[str | None] = []
     begin = 0
     for length in lengths:
@@ -566,7 +568,7 @@ def _list_texts(values: pa.Array, shape: ComparedType) -> pa.Array:
 
 
 class RowDifferences(NamedTuple):
-    """How two multisets of rows differ."""
+    """The differences of two multisets of rows."""
 
     missing: int
     extra: int
@@ -574,37 +576,40 @@ class RowDifferences(NamedTuple):
     sample: tuple[str, ...]
 
 
-def _key_places(wanted: list[SourceColumn], shared: list[SourceColumn]) -> list[int]:
-    """Where the primary key's columns stand among the shared ones, in its order; none if one is not there."""
-    key = [column for column in wanted if column.key_place is not None]
+def _key_indices(expected: list[SourceColumn], shared: list[SourceColumn]) -> list[int]:
+    """Return the indices of the primary key's columns among the shared ones. None if one is missing."""
+    key = [column for column in expected if column.key_index is not None]
     if not all(column in shared for column in key):
         return []
-    return [shared.index(column) for column in sorted(key, key=lambda column: column.key_place or 0)]
+    return [shared.index(column) for column in sorted(key, key=lambda column: column.key_index or 0)]
 
 
 def _difference(
-    source: pa.Table, mirror: pa.Table, key_places: list[int], columns: list[SourceColumn]
+    source: pa.Table, mirror: pa.Table, key_indices: list[int], columns: list[SourceColumn]
 ) -> RowDifferences:
     leftover = _leftover(source, mirror)
     missing_of: Counter[tuple[str, ...]] = Counter()
     extra_of: Counter[tuple[str, ...]] = Counter()
     counts = leftover.column("side_sum").to_pylist()
-    keys = zip(*(leftover.column(str(place)).to_pylist() for place in key_places), strict=True)
-    for count, key in zip(counts, keys if key_places else ((),) * len(counts), strict=True):
+    keys = zip(*(leftover.column(str(index)).to_pylist() for index in key_indices), strict=True)
+    for count, key in zip(counts, keys if key_indices else ((),) * len(counts), strict=True):
         if count > 0:
             missing_of[key] += count
         else:
             extra_of[key] -= count
-    both = missing_of & extra_of if key_places else Counter[tuple[str, ...]]()
+    both = missing_of & extra_of if key_indices else Counter[tuple[str, ...]]()
     differing = both.total()
-    names = [columns[place].name for place in key_places]
-    at_fault = sorted(missing_of.keys() | extra_of.keys())[:SAMPLE_MAX] if key_places else []
+    names = [columns[index].name for index in key_indices]
+    at_fault = sorted(missing_of.keys() | extra_of.keys())[:SAMPLE_MAX] if key_indices else []
     sample = tuple(", ".join(f"{n}={v}" for n, v in zip(names, key, strict=True)) for key in at_fault)
     return RowDifferences(missing_of.total() - differing, extra_of.total() - differing, differing, sample)
 
 
 def _leftover(source: pa.Table, mirror: pa.Table) -> pa.Table:
-    """Rows that do not stand equally often on both sides, each once, with how often more in the source."""
+    """Return rows that do not occur equally often on both sides.
+
+    Each is there once, with how often more it occurs in the source.
+    """
     sides = [
         table.append_column("side", pa.repeat(pa.scalar(weight, pa.int64()), table.num_rows))
         for table, weight in ((source, 1), (mirror, -1))

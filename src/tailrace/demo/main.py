@@ -1,7 +1,7 @@
-"""The demo: a busy shop in an embedded PostgreSQL, mirrored into Delta tables, compared by content at the end.
+"""The demo: a busy shop in PostgreSQL, mirrored into Delta tables and compared.
 
-It uses the pipeline as any user would, from a settings file, and decides nothing about it. Exit 0 means that
-every table equals its source. Whatever happens, the server is stopped and no process is left.
+It uses the pipeline as any user would, from a settings file, and decides nothing about it. Exit 0 means that every
+table equals its source by content. Whatever happens, the server is stopped and no process is left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tailrace.pipeline.report import PipelineStatus, TableState
 DATABASE = "shop"
 MARKER = ".tailrace-demo"
 LIVE_SECONDS_MIN = 10.0
-"""The workload goes on at least this long after the first load."""
+"""The workload runs at least this long after the first load."""
 FIRST_LOAD_SECONDS_MAX = 180.0
 ACCIDENT_AT_COMMIT = 400
 CATCH_UP_SECONDS_MAX = 120.0
@@ -51,7 +51,7 @@ console = Console(stderr=True, highlight=False)
 
 
 class Director:
-    """Watches the pipeline, and ends workload and pipeline when the time has come."""
+    """Watches the pipeline, and ends workload and pipeline when it is time."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Director:
         os.environ.pop("TAILRACE_FAILPOINT", None)  # the first capture has it; its successor must not
 
     def tick(self, status: PipelineStatus) -> None:
-        """Show the moment, and decide whether it is the last."""
+        """Show the current state, and decide whether it is the last."""
         self._shown.tick(status)
         now = time.monotonic()
         self._note(status, now)
@@ -124,7 +124,7 @@ def _caught_up(status: PipelineStatus, horizon: Lsn) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; the exit code."""
+    """Run the demo; return the exit code."""
     arguments = _arguments(argv)
     log_lines.set_up(arguments.log_level)
     try:
@@ -154,14 +154,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _prepare_folder(folder: Path) -> Path:
-    """An empty folder; only one that an earlier demo made is cleared."""
+    """Return an empty folder; only one that an earlier demo created is cleared."""
     folder = folder.absolute()
     if folder.exists() and any(folder.iterdir()):
         if not (folder / MARKER).exists():
             raise ConfigError(
-                "the demo's folder is not empty and not its own",
+                "the demo's folder is not empty, and no earlier demo created it",
                 folder=folder,
-                hint="Give another one with `--folder`.",
+                hint="Give another folder with `--folder`.",
             )
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def _demo(server: EmbeddedPostgres, folder: Path, arguments: argparse.Namespace)
 
 
 def _arm_accident(folder: Path) -> None:
-    """Have the first capture process killed once, at the worst moment: its window read, not yet durable."""
+    """Have the first capture process killed once, while its window is read and not yet durable."""
     os.environ |= {
         "TAILRACE_FAILPOINT": f"log.before_write:{ACCIDENT_AT_COMMIT}",
         "TAILRACE_FAILPOINT_SCOPE": "process",
@@ -209,7 +209,7 @@ def _run(
         except KeyboardInterrupt:
             if not arguments.keep:
                 raise
-            # With --keep, Ctrl-C ends the show; what is in the lake is still compared after a catch-up.
+            # With --keep, Ctrl-C ends the demo; the lake is still compared after a catch-up.
             workload.stop()
             runner.run(settings, until_caught_up=True, observer=shown)
     kinds = sum(1 for count in workload.counts.values() if count)
@@ -237,7 +237,7 @@ def _verdict(verdicts: list[TableVerdict], folder: Path) -> int:
         out.print("[red]the tables differ from the source[/red]")
         return ExitCode.DIFFERENT
     out.print("[green]every table equals its source[/green], compared by content")
-    out.print(f"\nThe tables lie in {folder / 'lake'}. Query one with DuckDB, in {sys.executable}:\n", markup=False)
+    out.print(f"\nThe tables are in {folder / 'lake'}. Query one with DuckDB, in {sys.executable}:\n", markup=False)
     out.print(
         "  import duckdb; from deltalake import DeltaTable\n"
         f'  orders = DeltaTable("{folder / "lake" / "public" / "orders"}").to_pyarrow_dataset()\n'

@@ -1,20 +1,20 @@
-"""A private PostgreSQL server for the demo, the tests and the benchmarks.
+"""Runs a private PostgreSQL server for the demo, the tests and the benchmarks.
 
 What must stay true:
 
-- No server outlives us. It stops in `stop()`, or when the interpreter ends; should we be killed, the kernel
-  sends the postmaster SIGQUIT (Linux). That signal follows the *thread* that called `start()`: call it from
-  one that lives as long as the server is needed.
-- The server never runs as root: when we are root it runs as `postgres` or `nobody`, who must be able to reach
-  the binaries (copied to a cache folder if they cannot) and the data folder (ours, under the system's
-  temporary folder, unless one is given).
-- A folder we made is removed by `stop()`. A folder we were given is never removed.
+- No server outlives this process. It stops in `stop()`, or when the interpreter ends. If we are killed, the kernel
+  sends the postmaster SIGQUIT (Linux). That signal follows the *thread* that called `start()`: call it from one that
+  runs as long as the server is needed.
+- The server never runs as root: when we are root it runs as `postgres` or `nobody`. That user must be able to reach the
+  binaries (copied to a cache folder if it cannot) and the data folder (ours, under the system's temporary folder,
+  unless the caller names one).
+- A folder that we created is removed by `stop()`. A folder that the caller named is never removed.
 - `start()` returns only once the server accepts connections, and within a bounded time.
-- The port stays the same for the life of the object, so a URL given out survives `restart()` and `kill()`.
+- The port stays the same as long as the object exists, so a URL stays valid after `restart()` and `kill()`.
 
 With `auth="trust"`, the default, any local user can log in. It is a server for play, not for secrets.
-The file is longer than most: a server, whose rights it runs with and where its programs lie cannot be trusted
-apart from one another.
+
+The file is longer than most: the server, its user's rights and its programs' paths depend on each other.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ os.execv(command[0], command)
 
 
 class ServerFailed(RuntimeError):
-    """The embedded server could not be found, made, started or stopped; the text says why."""
+    """The embedded server could not be found, created, started or stopped. The text gives the reason."""
 
 
 class EmbeddedPostgres:
@@ -114,7 +114,7 @@ class EmbeddedPostgres:
             raise ValueError("a password belongs to auth='scram-sha-256', and only to that")
         self.version = version
         self.settings = {**DEFAULT_SETTINGS, **(settings or {})}
-        """What postgresql.conf says; a change takes effect at the next start."""
+        """The content of postgresql.conf; a change takes effect at the next start."""
         self._given_folder = folder.absolute() if folder is not None else None
         self._made_folders: list[Path] = []
         self._folder: Path | None = None
@@ -137,7 +137,7 @@ class EmbeddedPostgres:
     ) -> None:
         self.stop()
 
-    # --- where it is ---------------------------------------------------------------------------------------
+    # --- paths ----------------------------------------------------------------------------------------------
 
     @property
     def bin(self) -> Path:
@@ -177,7 +177,7 @@ class EmbeddedPostgres:
         return self._process is not None and self._process.poll() is None
 
     def url(self, database: str = "postgres", user: str = "postgres", *, unix: bool = False) -> str:
-        """A connection URL; over the Unix socket if asked, or if the server does not listen on TCP."""
+        """Return a connection URL. Over the Unix socket if requested, or if the server has no TCP port."""
         secret = f":{quote(self._password, safe='')}" if self._password is not None else ""
         who, where = quote(user, safe="") + secret, quote(database, safe="")
         if unix or not self._listen:
@@ -190,10 +190,10 @@ class EmbeddedPostgres:
     ) -> psycopg.Connection[TupleRow]:
         return psycopg.connect(self.url(database, user), autocommit=autocommit, connect_timeout=10)
 
-    # --- its life ------------------------------------------------------------------------------------------
+    # --- start and stop -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the server, making its data folder the first time; nothing happens if it runs."""
+        """Start the server, creating its data folder the first time; do nothing if it runs."""
         if self.running:
             return
         try:
@@ -204,7 +204,7 @@ class EmbeddedPostgres:
             raise
 
     def stop(self, mode: StopMode = "fast") -> None:
-        """Stop the server and remove every folder we made. Safe to call twice, and when nothing runs."""
+        """Stop the server and remove every folder we created. Safe to call twice, and when nothing runs."""
         if os.getpid() != self._owner_pid:
             return  # a fork of us that runs our exit handlers must not stop its parent's server
         atexit.unregister(self.stop)
@@ -219,7 +219,7 @@ class EmbeddedPostgres:
             self._folder = self._socket_folder = None
 
     def halt(self, mode: StopMode = "fast") -> None:
-        """Stop the server and keep its data; `start()` brings it back on the same port."""
+        """Stop the server and keep its data; `start()` restarts it on the same port."""
         process = self._process
         if process is None:
             return
@@ -237,7 +237,7 @@ class EmbeddedPostgres:
         self._process = None
 
     def restart(self, mode: StopMode = "fast") -> None:
-        """Stop and start again, with the same data and port, and the present `settings`."""
+        """Stop and start again, with the same data and port, and the current `settings`."""
         self.halt(mode)
         self.start()
 
@@ -246,8 +246,8 @@ class EmbeddedPostgres:
         process = self._process
         if process is None:
             return
-        # Held still, the postmaster can neither restart its children nor tell them to say goodbye. Each leads
-        # a process group of its own, so no one signal reaches them all.
+        # While stopped by SIGSTOP, the postmaster can neither restart its children nor ask them to end. Each leads a
+        # process group of its own, so no one signal reaches them all.
         process.send_signal(signal.SIGSTOP)
         sessions = _children(process.pid)
         for pid in sessions:
@@ -258,14 +258,14 @@ class EmbeddedPostgres:
         self._process = None
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """The end of the server's own log."""
+        """Return the end of the server's own log."""
         try:
             text = self.log_file.read_text(errors="replace")
         except OSError:
             return "(no server log)"
         return "\n".join(text.splitlines()[-lines:]) or "(the server log is empty)"
 
-    # --- how it is made ------------------------------------------------------------------------------------
+    # --- preparation ----------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
         if self._folder is None:
@@ -348,7 +348,7 @@ class EmbeddedPostgres:
                 file.write(include)
 
     def _wait_until_ready(self) -> bool:
-        """Whether it accepts connections; False if it ended. Reads the status written for pg_ctl."""
+        """Return whether it accepts connections; False if it ended. Reads the status written for pg_ctl."""
         process, status = self._process, self.data / "postmaster.pid"
         assert process is not None
         deadline = time.monotonic() + START_SECONDS_MAX
@@ -367,7 +367,7 @@ class EmbeddedPostgres:
         )
 
     def _run(self, program: str, *arguments: str, log: int) -> subprocess.Popen[bytes]:
-        """Start one of the server's programs as the server's user, in a session of its own.
+        """Start one of the server's programs as the server's user, in its own session.
 
         A session of its own keeps the terminal's Ctrl-C from it: we decide when it stops.
         """
@@ -403,10 +403,10 @@ def _server_user() -> pwd.struct_passwd:
 
 
 def _allows(path: Path, user: pwd.struct_passwd, wanted: int) -> bool:
-    """Whether the user has the wanted rights (of rwx as 4, 2, 1) on this one file."""
-    found = path.stat()
-    shift = 6 if found.st_uid == user.pw_uid else 3 if found.st_gid == user.pw_gid else 0
-    return (stat.S_IMODE(found.st_mode) >> shift) & wanted == wanted
+    """Return whether the user has the wanted rights on this file, as rwx (4, 2, 1)."""
+    status = path.stat()
+    shift = 6 if status.st_uid == user.pw_uid else 3 if status.st_gid == user.pw_gid else 0
+    return (stat.S_IMODE(status.st_mode) >> shift) & wanted == wanted
 
 
 def _reachable(path: Path, user: pwd.struct_passwd) -> bool:
@@ -422,7 +422,7 @@ def _require_reachable(folder: Path, user: pwd.struct_passwd) -> None:
 
 
 def _server_environment() -> dict[str, str]:
-    """Ours, less what would change the server's behaviour from outside."""
+    """Return our environment without what would change the server's behaviour."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -458,10 +458,10 @@ def _usable_by(install: Path, user: pwd.struct_passwd) -> bool:
 
 
 def _cached_copy(package: Path, version: int) -> Path:
-    """A copy of the installation that any user can read, made once per machine and wheel version.
+    """Return a copy of the installation that any user can read. It is made once per machine and wheel version.
 
-    The wheel's programs find their libraries by a path relative to themselves (`../../../<package>.libs`), so
-    the copy keeps that layout. It appears by a rename, whole or not at all.
+    The wheel's programs find their libraries by a path relative to themselves (`../../../<package>.libs`), so the copy
+    keeps that layout. It appears by a rename, whole or not at all.
     """
     cache = _CACHE_PARENT / f"tailrace-pg-{version}-{importlib.metadata.version(_WHEEL)}"
     copied = cache / _WHEEL_PACKAGE / _WHEEL_INSTALLS[version]
@@ -522,7 +522,10 @@ def _free_port() -> int:
 
 
 def _children(parent: int) -> list[int]:
-    """Without /proc nobody: sessions end by themselves once they notice that the server is gone."""
+    """Return the process ids of the server's sessions.
+
+    Without /proc there are none: sessions end once they notice that the server is gone.
+    """
     listed = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
     return [pid for pid in listed if _state_and_parent(pid)[1] == parent]
 
@@ -532,7 +535,7 @@ def _state_and_parent(pid: int) -> tuple[str, int]:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return ("gone", 0)
-    state, parent = text.rpartition(")")[2].split()[:2]  # the name before it may hold anything
+    state, parent = text.rpartition(")")[2].split()[:2]  # the name before it may contain anything
     return (state, int(parent))
 
 
@@ -543,7 +546,7 @@ def _kill_quietly(pid: int) -> None:
 
 def _wait_until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + STOP_SECONDS_MAX
-    # A zombie holds nothing any more; in a container there may be nobody to collect it.
+    # A zombie holds nothing any more; in a container there may be no process to collect it.
     while any(_state_and_parent(pid)[0] not in ("gone", "Z", "X") for pid in pids):
         if time.monotonic() > deadline:
             raise ServerFailed("sessions of the killed server do not end")
@@ -551,7 +554,7 @@ def _wait_until_gone(pids: list[int]) -> None:
 
 
 def _free_shared_memory(data: Path) -> None:
-    """Give back the small System V segment that a crashed server leaves; a clean stop leaves none."""
+    """Free the small System V segment that a crashed server leaves. A clean stop leaves none."""
     status = data / "postmaster.pid"
     lines = status.read_text().splitlines() if status.exists() else []
     numbers = lines[6].split() if len(lines) > 6 else []

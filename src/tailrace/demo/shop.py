@@ -1,16 +1,16 @@
-"""A small shop that is always busy: its tables, its first rows, and the workload that changes them.
+"""A small shop that is always busy: its tables, its first rows, and its workload.
 
 What must stay true:
 
-- Every kind of transaction in `KINDS` happens in any run longer than a few seconds: together they are the
-  lessons of DESIGN.md that the demo's verdict stands for (two quick updates of one row, large values left
-  unchanged, keys that move, once, twice, or into each other's place, and what was rolled back).
-- Large values are stored EXTERNAL and are longer than the TOAST threshold, so an update that does not touch
-  them arrives without them.
+- Every kind of transaction in `OPERATIONS` happens in any run longer than a few seconds. Together they are the cases
+  that the demo's verdict covers: two quick updates of one row, large values left unchanged, keys that move (once,
+  twice, or swapped), and rollbacks.
+- Large values are stored EXTERNAL and are longer than the TOAST threshold, so an update that does not touch them
+  arrives without them.
 - The same seed gives the same transactions: the server's clock and its random numbers are never used.
-- The workload is the only writer of these tables; it knows the keys in use without asking.
+- The workload is the only writer of these tables, so it knows the keys in use without a query.
 
-The file is longer than most because the shop is one story: what is in it, and everything that happens to it.
+The file is longer than most because the shop is one story: its content, and everything that happens to it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def load_first_rows(connection: Connection, scale: float = 1.0) -> None:
 
 
 class Workload:
-    """A steady mix of transactions in a thread of its own, until `stop()` (or `operations_max` of them).
+    """Runs a steady mix of transactions in its own thread, until `stop()` or `operations_max`.
 
     An error ends the thread; `stop()` raises it, and `failed` shows it earlier.
     """
@@ -162,7 +162,7 @@ class Workload:
         if transactions_per_second <= 0:
             raise ValueError("transactions_per_second must be above zero")
         self.counts: Counter[str] = Counter()
-        """How often each kind was run to its end; the rollback kinds end undone, as they should."""
+        """Count of runs to the end, by kind. The rollback kinds end undone, as they should."""
         self._url = url
         self._interval = 1.0 / transactions_per_second
         self._random_seed = random_seed
@@ -186,7 +186,7 @@ class Workload:
 
     @property
     def operations(self) -> int:
-        """How many kinds were run to their end; a few of them are two short transactions."""
+        """Number of runs to the end; a few of them are two short transactions."""
         return sum(self.counts.values())
 
     def start(self) -> Self:
@@ -223,19 +223,19 @@ class Workload:
         kinds, weights = tuple(OPERATIONS), [weight for weight, _ in OPERATIONS.values()]
         due = time.monotonic()
         # Each kind once before chance takes over, so that even a short run has them all.
-        coming = list(reversed(kinds))
+        upcoming = list(reversed(kinds))
         while not self._stopping.wait(max(0.0, due - time.monotonic())):
-            kind = coming.pop() if coming else shop.random.choices(kinds, weights)[0]
+            kind = upcoming.pop() if upcoming else shop.random.choices(kinds, weights)[0]
             OPERATIONS[kind][1](shop)
             self.counts[kind] += 1
             if self.operations == self._operations_max:
                 return
-            # What a slow moment missed is not made up for in a burst.
+            # Transactions missed in a slow moment are not made up for in a burst.
             due = max(due + self._interval, time.monotonic() - BEHIND_SECONDS_MAX)
 
 
 class KeyPool:
-    """The keys in use of one table: a draw, an addition and a removal each cost the same at any size."""
+    """The keys in use of one table. A draw, an addition and a removal each cost the same at any size."""
 
     def __init__(self, keys: list[int] | list[str]) -> None:
         self._keys: list[int | str] = list(keys)
@@ -263,7 +263,7 @@ class KeyPool:
 
 
 class Shop:
-    """What the workload knows: the connection, the keys in use, the next free number, and its own clock."""
+    """State of the workload: connection, keys in use, next free number, and its own clock."""
 
     def __init__(self, connection: Connection, chance: random.Random) -> None:
         self.connection = connection
@@ -272,7 +272,7 @@ class Shop:
         self.products = self._keys_of("products", "sku")
         self.orders = self._keys_of("orders", "id")
         if min(len(self.customers), len(self.products), len(self.orders)) < 2:
-            raise ValueError("the shop is empty: call seed() first")
+            raise ValueError("the shop is empty: call load_first_rows() first")
         query = "SELECT GREATEST((SELECT max(id) FROM customers), (SELECT max(id) FROM orders))"
         row = self.run(query).fetchone()
         assert row is not None
@@ -408,7 +408,7 @@ def insert_product(shop: Shop) -> None:
 
 
 def place_order(shop: Shop) -> None:
-    """Four tables in one transaction: the order, its items, the stock, the customer's credit."""
+    """Change four tables in one transaction: the order, its items, the stock, the customer's credit."""
     key, customer = shop.new_number(), shop.customers.draw(shop.random)
     with shop.connection.transaction():
         _add_order(shop, key, customer)
@@ -454,7 +454,7 @@ def advance_order(shop: Shop) -> None:
 
 
 def delete_order(shop: Shop) -> None:
-    """Its items go with it, by the foreign key."""
+    """Delete an order; its items are deleted too, by the foreign key."""
     if len(shop.orders) > 10:
         key = shop.orders.draw(shop.random)
         shop.run("DELETE FROM orders WHERE id = %s", key)
@@ -490,7 +490,7 @@ def insert_update_delete(shop: Shop) -> None:
 
 
 def insert_then_update(shop: Shop) -> None:
-    """The update arrives without the large value that the insert brought a moment before."""
+    """The update arrives without the large value that the insert had a moment before."""
     key = shop.new_sku()
     with shop.connection.transaction():
         _add_product(shop, key)
@@ -499,7 +499,7 @@ def insert_then_update(shop: Shop) -> None:
 
 
 def replace_row(shop: Shop) -> None:
-    """Deleted and inserted again under the same key, in one transaction."""
+    """Delete a row and insert it again under the same key, in one transaction."""
     key = shop.new_number()
     with shop.connection.transaction():
         _add_customer(shop, key)
@@ -510,7 +510,7 @@ def replace_row(shop: Shop) -> None:
 
 
 def move_customer_key(shop: Shop) -> None:
-    """The customer's orders follow by the foreign key."""
+    """Change a customer's key; the customer's orders follow by the foreign key."""
     old, new = shop.customers.draw(shop.random), shop.new_number()
     _move_customer(shop, old, new)
     shop.customers.remove(old)
@@ -544,7 +544,7 @@ def move_product_key_twice(shop: Shop) -> None:
 
 
 def swap_product_keys(shop: Shop) -> None:
-    """Two rows with large values take each other's key."""
+    """Swap the keys of two rows with large values."""
     one, other = shop.products.draw_two(shop.random)
     between = shop.new_sku()
     with shop.connection.transaction():
@@ -554,7 +554,7 @@ def swap_product_keys(shop: Shop) -> None:
 
 
 def move_order_key(shop: Shop) -> None:
-    """Half of the items' own key moves with it, by the foreign key."""
+    """Change an order's key. Half of the items' own key changes too, by the foreign key."""
     old, new = shop.orders.draw(shop.random), shop.new_number()
     shop.run("UPDATE orders SET id = %s WHERE id = %s", new, old)
     shop.orders.remove(old)

@@ -1,7 +1,7 @@
-"""What a source's catalogue tells of a table beyond what comes with its rows.
+"""Catalogue facts: what a source's catalogue says of a table beyond its rows.
 
-A catalogue speaks of now, and rows may be of yesterday. So a shape has facts only if the catalogue still showed its
-very columns and types when it was asked; otherwise they are unknown, and nothing may be concluded.
+A catalogue describes the present, and rows may be older. So a schema has facts only if the catalogue still showed
+exactly its columns and types when it was read. Otherwise the facts are unknown, and no conclusion may be drawn.
 """
 
 from __future__ import annotations
@@ -12,58 +12,61 @@ from typing import Any
 from tailrace.model.position import ZERO, Lsn
 
 UNKNOWN = "unknown"
-"""What stands in a record in place of a fact."""
+"""Stored in a record instead of a fact."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnFacts:
-    """One column."""
+    """Catalogue facts of one column."""
 
     number: int
-    """Keeps its value when the column is renamed, and is never given to another column of the table."""
+    """Survives a rename of the column, and is never reused for another column."""
     nullable: bool
     default: str | None
-    """The expression; None: it has none."""
+    """The default's expression; None: no default."""
     fast_default: str | None
-    """What rows have that are older than the column, as text; None: nothing was filled in without touching them."""
+    """The value, as text, of rows older than the column; None: rows were not filled without being rewritten."""
     definition_version: int
-    """Another one whenever the column's definition was changed."""
+    """Changes whenever the column's definition is changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageFacts:
-    """Where rows of the table lie: the table itself, or each partition."""
+    """The storage of a table's rows: the table itself, or each partition."""
 
     relation: int
     name: str
     file: int | None
-    """Another one whenever all rows were written anew."""
+    """Changes whenever all rows are rewritten."""
     attached: bool
-    """Whether it existed before it became a partition, and so may have had rows."""
+    """True if it existed before it became a partition, and so may have had rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogueFacts:
-    """What the catalogue told of one version of a table's shape."""
+    """The catalogue facts of one version of a table's schema."""
 
     columns: tuple[ColumnFacts, ...]
-    """In the order of the shape's columns."""
+    """In the order of the schema's columns."""
     storage: tuple[StorageFacts, ...]
     columns_ever: int
-    """How many columns the table has ever had, published or not: the next one gets a greater number."""
+    """Number of columns that the table has ever had, published or not. The next one gets a greater number."""
     unpublished: tuple[int, ...] = ()
-    """The numbers of the columns that it has now and that are not published."""
+    """Numbers of the current columns that are not published."""
     position: Lsn = field(default=ZERO, compare=False)
-    """Where the source was when it was asked: of two answers, the one from further on is the newer."""
+    """The source's position when the catalogue was read. Of two reads, the one at the later position is newer."""
     rows_unknown: bool = False
-    """Of a lake table alone: whether it has these columns, and nobody knows yet what the source has in its rows."""
+    """Lake tables only: the columns changed, and the rows have not been reloaded yet."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
         return tuple(column.number for column in self.columns)
 
     def same_but_file(self, other: CatalogueFacts) -> bool:
-        """Whether nothing differs but the file of a table without partitions: that alone proves nothing."""
+        """Return whether the facts are equal but for the file of an unpartitioned table.
+
+        That file alone proves nothing.
+        """
         if len(self.storage) > 1 or len(other.storage) > 1:
             return self == other
         return self._without_files() == other._without_files()

@@ -1,7 +1,7 @@
-"""What a change is made of: its operation, and the columns every change carries beside the table's own.
+"""The parts of a change: its operation, and the metadata columns that every change has.
 
-`_seq` orders everything; no other column may be used to sort. Optional columns (`_unchanged`, `_before`,
-`_moved_from`, `_unfit`) may be left out of a stored batch when they are null in every row, and only then.
+`_seq` orders everything; no other column may be used to sort. Optional columns (`_unchanged`, `_before`, `_moved_from`,
+`_unfit`) may be left out of a stored batch when they are null in every row, and only then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pyarrow as pa
 
 
 class Operation(enum.Enum):
-    """What happened to a row. The value is what stands in `_op`."""
+    """The kind of change of a row. The value is the one stored in `_op`."""
 
     INSERT = "insert"
     UPDATE = "update"
@@ -21,13 +21,13 @@ class Operation(enum.Enum):
     READ = "read"
     """Read by a snapshot, not seen in the source's log."""
     SCHEMA = "schema"
-    """A table has a new shape; only in the system stream of that name."""
+    """A table has a new schema version; only in the system stream `schema`."""
     MESSAGE = "message"
-    """Something an application said in the source's log; only in the system stream of that name."""
+    """A message that an application wrote into the source's log. It is only in the system stream `message`."""
 
     @property
     def code(self) -> int:
-        """The small number the compiled kernels use."""
+        """The small number that the compiled kernels use."""
         return _CODES[self]
 
 
@@ -48,7 +48,7 @@ REQUIRED = (
     pa.field(TX_INDEX, pa.int32(), nullable=False),
     pa.field(COMMITTED_AT, pa.timestamp("us", "UTC"), nullable=False),
 )
-"""Stored with every change. `_commit` is the number of the file it stands in, so it is not stored."""
+"""Stored with every change. `_commit` is the number of the file that holds the change, so it is not stored."""
 
 UNFIT_TYPE = pa.list_(pa.struct([("column", pa.string()), ("text", pa.string())]))
 _BY_RULE = "\0rule "
@@ -57,19 +57,19 @@ RESERVED = frozenset([field.name for field in REQUIRED] + [COMMIT, *OPTIONAL])
 
 
 def rule_failure_text(rule: str, why: str) -> str:
-    """What stands in `_unfit` for a value that a transform's rule failed at: no source's text begins so."""
+    """Return the `_unfit` text of a value that a transform's rule failed on. No source's text begins with it."""
     return f"{_BY_RULE}{rule}: {why}"
 
 
 def parse_rule_failure(text: str) -> str | None:
-    """The rule, and why it failed, if the text of an unfit value says so."""
+    """Return the failed rule and the reason, if an unfit value's text contains them."""
     return text.removeprefix(_BY_RULE) if text.startswith(_BY_RULE) else None
 
 
 def stored_name(column: str) -> str:
-    """The column's name inside the log: its own, unless a change's own columns already use that name.
+    """Return the column's name inside the log. It is its own, unless a metadata column has that name.
 
-    A trailing underscore is added to every name that is a reserved one plus underscores, so that two
-    columns never meet.
+    A trailing underscore is added to every name that is a reserved one plus underscores, so that two columns never
+    collide.
     """
     return column + "_" if column.rstrip("_") in RESERVED or column in RESERVED else column

@@ -1,11 +1,13 @@
-"""One change as an object, and what it means for a table that mirrors the source: for people and callbacks.
+"""One change as an object, and the write that it means for a mirror.
 
-`row_write` is the one place that says what a sink has to do with a row. A value that the server did not send is not
-null, so a change that has such columns is a `Merge`, never a `Replace`. What cannot be written says why.
+It is for people and callbacks.
 
-Writes are followed in order, one by one. So where a key changes and the server did not send a large value, the old row
-stays until the new one has been made from it: the delete is `Nothing`, and the `Merge` behind it takes the row of its
-`base` away. The two are neighbours in one batch, and nothing may cut between them. `model.mirror` follows the writes.
+`row_write` is the one function that decides what a sink has to do with a row. An unsent value is not null, so a change
+with unsent values is a `Merge`, never a `Replace`. A change that cannot be written gives the reason.
+
+Writes are applied in order, one by one. Where the key changes and the server did not send a large value, the old row
+has to stay until the new one has been built from it. So the delete is `Nothing`, and the `Merge` after it removes the
+row of its `base`. The two are neighbours in one batch, and must not be separated. `model.mirror` applies the writes.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ from tailrace.model.change import Operation
 from tailrace.model.schema import Identity, TableSchema
 
 ENVELOPE = 1
-"""The version of what an event, and its JSON, looks like."""
+"""The version of an event's layout, and of its JSON."""
 
 Row: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replace:
-    """The row is this, whatever it was. Without a key it is added, and one that equals `old`, if given, goes."""
+    """Set the row, whatever it was before.
+
+    Without a key the row is added; one row that equals `old`, if there is an `old`, is removed.
+    """
 
     key: Row | None
     row: Row
@@ -41,23 +46,23 @@ class Replace:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """These columns of the row are new; the `unchanged` ones stay as the row has them.
+    """Set these columns of the row; the `unchanged` ones keep their values.
 
-    Where `base` is another key the row stood there until now, and is to go from there. If a row of `key` is there
-    already the change comes for the second time, and that row has the values. If neither is there, there is nothing
-    to write: what made, moved or deleted the row since comes again too.
+    If `base` is another key, the row was stored under that key until now and is to be removed there. If a row of `key`
+    exists already, the change arrives for the second time, and that row has the values. If neither row exists, there is
+    nothing to write: the change that created, moved or deleted the row since is delivered again too.
     """
 
     key: Row
     columns: Row
     unchanged: tuple[str, ...]
     base: Row
-    """The key the row had before: another one where the key was changed."""
+    """The key the row had before; differs from `key` where the key was changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delete:
-    """The row goes; without a key, one row that equals `old`."""
+    """Remove the row; without a key, one row that equals `old`."""
 
     key: Row | None
     old: Row | None = None
@@ -65,12 +70,12 @@ class Delete:
 
 @dataclass(frozen=True)
 class Truncate:
-    """All rows go."""
+    """Remove all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nothing:
-    """There is nothing to write, and why."""
+    """Write nothing, for the reason `why`."""
 
     why: str
 
@@ -89,18 +94,18 @@ class Event:
     """None in an open window: its transaction has not ended."""
     transaction: int
     tx_index: int = 0
-    """Its place in the transaction."""
+    """Its index within the transaction."""
     committed_at: datetime | None = None
     values: Row
-    """The table's columns; of a delete those that the server sent, the others as None."""
+    """The table's columns. A delete has those that the server sent, and None for the others."""
     unchanged: tuple[str, ...]
-    """Columns that the server did not send because they did not change: None in `values`, and not null in the table."""
+    """Unsent columns, whose values did not change. They are None in `values`, and not null in the table."""
     before: Row | None
-    """The row as it was, where the source told it. Of a delete what was sent: the whole row, or the key alone."""
+    """The old row, where the source sent it. For a delete, the columns sent: the whole row, or the key alone."""
     moved_from: Row | None
     """The old key, where it changed; the event before is the delete of that key."""
     kept_for: Row | None = None
-    """Of a delete: the key of the next event, which takes what the server did not send from this very row."""
+    """Deletes only: the key of the next event, which takes unsent values from this row."""
     unfit: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Values that the column's type cannot hold, as text: None in `values`."""
     schema: TableSchema = field(repr=False, compare=False)
@@ -108,29 +113,29 @@ class Event:
 
     @property
     def after(self) -> Row | None:
-        """The row as it is now; None if it is gone."""
+        """The row after the change; None if it was removed."""
         gone = self.operation in (Operation.DELETE, Operation.TRUNCATE)
         return None if gone else self.values
 
     @property
     def key(self) -> Row | None:
-        """The key's columns; None for a table without one, and for what is about no row."""
+        """The key's columns; None for a keyless table and for a change that concerns no row."""
         if not self.schema.key or self.operation in (Operation.TRUNCATE, Operation.MESSAGE, Operation.SCHEMA):
             return None
         return {name: self.values[name] for name in self.schema.key}
 
     def row_write(self) -> RowWrite:
-        """What a mirror of the table has to do."""
+        """Return the write that a mirror of the table has to do."""
         operation = self.operation
         if operation in (Operation.MESSAGE, Operation.SCHEMA):
-            return Nothing(why=f"a {operation.value} is about no row")
+            return Nothing(why=f"a {operation.value} concerns no row")
         if operation is Operation.TRUNCATE:
             return Truncate()
         if self.unfit:
             names = ", ".join(sorted(self.unfit))
             return Nothing(why=f"a value does not fit the type of its column: {names}")
         if self.kept_for is not None:
-            return Nothing(why="the row goes on under another key: the next change takes it from here")
+            return Nothing(why="the row continues under another key: the next change takes it from here")
         if operation is Operation.DELETE:
             if self.key is None and self.before is None and all(value is None for value in self.values.values()):
                 return Nothing(why="the table has no key, and the source did not send the old row")
@@ -151,7 +156,7 @@ class Event:
 
 
 def events_of(schema: TableSchema, data: pa.RecordBatch) -> Iterator[Event]:
-    """The rows of a batch, one by one. Columns are turned to Python objects whole, which is what costs least."""
+    """Yield the rows of a batch. Whole columns are converted to Python objects, which costs least."""
     columns = dict(zip(data.schema.names, data.columns, strict=True))
     count = data.num_rows
 
@@ -160,7 +165,7 @@ def events_of(schema: TableSchema, data: pa.RecordBatch) -> Iterator[Event]:
 
     names, table = schema.names, str(schema.table)
     stored = {change.stored_name(name): name for name in names}
-    values = zip(*(listed(at) for at in stored), strict=True) if names else iter([()] * count)
+    values = zip(*(listed(committed_at) for committed_at in stored), strict=True) if names else iter([()] * count)
     operations = {operation.value: operation for operation in Operation}
     sent, deleted = _sent_of_deletes(schema), Operation.DELETE.value
     kept = _kept(schema, data) if {change.MOVED_FROM, change.UNCHANGED} <= columns.keys() else [None] * count
@@ -179,10 +184,10 @@ def events_of(schema: TableSchema, data: pa.RecordBatch) -> Iterator[Event]:
         values,
         strict=True,
     )
-    for kept_for, op, seq, position, tx, index, at, unchanged, before, moved, unfit, row in rows:
-        told, old = dict(zip(names, row, strict=True)), _named(before, stored)
+    for kept_for, op, seq, position, tx, index, committed_at, unchanged, before, moved, unfit, row in rows:
+        current, old = dict(zip(names, row, strict=True)), _named(before, stored)
         if old is None and op == deleted and sent:
-            old = {name: told[name] for name in sent}
+            old = {name: current[name] for name in sent}
         yield Event(
             operation=operations[op],
             table=table,
@@ -190,8 +195,8 @@ def events_of(schema: TableSchema, data: pa.RecordBatch) -> Iterator[Event]:
             position=position,
             transaction=tx,
             tx_index=index,
-            committed_at=at,
-            values=told,
+            committed_at=committed_at,
+            values=current,
             unchanged=tuple(unchanged or ()),
             before=old,
             moved_from=_keyed(moved, schema),
@@ -202,36 +207,42 @@ def events_of(schema: TableSchema, data: pa.RecordBatch) -> Iterator[Event]:
 
 
 def _sent_of_deletes(schema: TableSchema) -> list[str]:
-    """The columns that a delete has: it stands in the row's own, of which the source may send the key alone."""
+    """Return the columns that a delete carries.
+
+    A delete is stored in the row's own columns, of which the source may send the key alone.
+    """
     keys = {*schema.key, *schema.former_key}
     return [name for name in schema.names if schema.identity is Identity.FULL or name in keys]
 
 
 def _kept(schema: TableSchema, data: pa.RecordBatch) -> list[Row | None]:
-    """For each row the key of the next one, if that takes values from it. Rare, so what is not so costs a look."""
-    found: list[Row | None] = [None] * data.num_rows
+    """Return, per row, the key of the next row if that takes values from it.
+
+    Such rows are rare, so a batch without any costs only a look.
+    """
+    kept_for: list[Row | None] = [None] * data.num_rows
     moved, unchanged = data.column(change.MOVED_FROM), data.column(change.UNCHANGED)
     unfit = data.column(change.UNFIT) if change.UNFIT in data.schema.names else None
     keys = [(name, data.column(change.stored_name(name))) for name in schema.key]
-    for at in np.flatnonzero(moved.is_valid().to_numpy(zero_copy_only=False)).tolist():
-        old = moved[at]
-        if not at or not unchanged[at].as_py() or (unfit is not None and unfit[at].as_py()):
+    for index in np.flatnonzero(moved.is_valid().to_numpy(zero_copy_only=False)).tolist():
+        old = moved[index]
+        if not index or not unchanged[index].as_py() or (unfit is not None and unfit[index].as_py()):
             continue
-        if data.column(change.OP)[at - 1].as_py() != Operation.DELETE.value:
+        if data.column(change.OP)[index - 1].as_py() != Operation.DELETE.value:
             continue
-        if all(old[change.stored_name(name)] == column[at - 1] for name, column in keys):
-            found[at - 1] = {name: python_values(column.slice(at, 1))[0] for name, column in keys}
-    return found
+        if all(old[change.stored_name(name)] == column[index - 1] for name, column in keys):
+            kept_for[index - 1] = {name: python_values(column.slice(index, 1))[0] for name, column in keys}
+    return kept_for
 
 
 def python_values(column: pa.Array) -> list[Any]:
-    """The column's values as Python has them; a moment that Python's calendar does not have is its text."""
+    """Return the column's values as Python objects; moments outside Python's calendar as text."""
     kind = column.type
     if pa.types.is_date32(kind) or (pa.types.is_timestamp(kind) and kind.unit == "us" and kind.tz in (None, "UTC")):
         return _there(column, _moments(column))
     if pa.types.is_struct(kind) and kind.num_fields:
         parts = [python_values(part) for part in column.flatten()]
-        names = [kind.field(place).name for place in range(kind.num_fields)]
+        names = [kind.field(index).name for index in range(kind.num_fields)]
         return _there(column, [dict(zip(names, row, strict=True)) for row in zip(*parts, strict=True)])
     if pa.types.is_list(kind) and pa.types.is_temporal(kind.value_type):
         values = iter(python_values(column.flatten()))
@@ -242,7 +253,7 @@ def python_values(column: pa.Array) -> list[Any]:
 
 
 def _moments(column: pa.Array) -> list[Any]:
-    """Dates or times. Arrow looks for the time zone of every single one; there is one."""
+    """Convert dates or times. Arrow would look up the time zone of every value; there is only one."""
     unit: Literal["D", "us"] = "us"
     if pa.types.is_date32(column.type):
         unit = "D"
@@ -251,7 +262,7 @@ def _moments(column: pa.Array) -> list[Any]:
         moments = column.view(pa.int64()).fill_null(0).to_numpy().view("datetime64[us]").tolist()
         if column.type.tz:
             moments = [moment.replace(tzinfo=UTC) if isinstance(moment, datetime) else moment for moment in moments]
-    # Beyond what Python's calendar has, numpy gives a number.
+    # Outside Python's calendar, numpy gives a number.
     return [str(np.datetime64(moment, unit)) if isinstance(moment, int) else moment for moment in moments]
 
 
@@ -266,5 +277,8 @@ def _named(row: Row | None, stored: Mapping[str, str]) -> Row | None:
 
 
 def _keyed(row: Row | None, schema: TableSchema) -> Row | None:
-    """An old key, its columns in the order of `Event.key`: whoever goes by the values alone finds the same row."""
+    """Return an old key with its columns in the order of `Event.key`.
+
+    So a caller that looks the row up by the values alone finds the same row.
+    """
     return None if row is None else {name: row[change.stored_name(name)] for name in schema.key}

@@ -1,8 +1,7 @@
-"""Events as JSON: our own form, and one that readers of Debezium's messages take.
+"""Events as JSON: Tailrace's own format, and Debezium's message format.
 
-Both are lossless as far as JSON is: numbers beyond what a double holds, bytes, times and whatever is no number
-(`NaN`, `Infinity`) are texts. A column that the server did not send is left out of ours, and is Debezium's own
-placeholder in the other.
+Both are lossless as far as JSON is: numbers that a double cannot hold, bytes, times and non-finite numbers (`NaN`,
+`Infinity`) are texts. An unsent column is left out of our format, and is Debezium's own placeholder in the other.
 """
 
 from __future__ import annotations
@@ -25,18 +24,20 @@ _DEBEZIUM_OPS = {
     Operation.INSERT: "c", Operation.UPDATE: "u", Operation.DELETE: "d", Operation.READ: "r", Operation.TRUNCATE: "t",
     Operation.MESSAGE: "m",
 }  # fmt: skip
-_EVENT_HINT = "Give one by one what `batch.events()` gives."
+_EVENT_HINT = "Pass the events of `batch.events()` one by one."
 _EPOCH = date(1970, 1, 1)
 _EXACT_MAX = 1 << 53
 """Whole numbers up to here are the same for every reader of JSON."""
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """Our own form. What is not there is left out: absent is not null. `table` is for people: `a.b`.`c` and `a`.`b.c`
-    read alike there, so `schema` and `name` say it apart."""
+    """Return the event in our own format. Fields without a value are left out: absent is not null.
+
+    `table` is for people: `a.b`.`c` and `a`.`b.c` look alike there, so `schema` and `name` keep the parts separate.
+    """
     require_instance("event", event, Event, _EVENT_HINT)
     table = event.schema.table
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "v": event.version,
         "op": event.operation.value,
         "table": event.table,
@@ -49,34 +50,36 @@ def to_json(event: Event) -> dict[str, Any]:
         "committed_at": event.committed_at.isoformat() if event.committed_at else None,
     }
     if event.key is not None:
-        found["key"] = _row(event.key)
+        fields["key"] = _row(event.key)
     if event.after is not None:
-        found["after"] = _row({name: value for name, value in event.after.items() if name not in event.unchanged})
+        fields["after"] = _row({name: value for name, value in event.after.items() if name not in event.unchanged})
     if event.unchanged:
-        found["unchanged"] = list(event.unchanged)
+        fields["unchanged"] = list(event.unchanged)
     if event.before is not None:
-        found["before"] = _row(event.before)
+        fields["before"] = _row(event.before)
     if event.moved_from is not None:
-        found["moved_from"] = _row(event.moved_from)
+        fields["moved_from"] = _row(event.moved_from)
     if event.kept_for is not None:
-        found["kept_for"] = _row(event.kept_for)
+        fields["kept_for"] = _row(event.kept_for)
     if event.unfit:
-        found["unfit"] = dict(event.unfit)
-    return found
+        fields["unfit"] = dict(event.unfit)
+    return fields
 
 
 def to_json_line(event: Event) -> str:
-    """Our own form on one line."""
+    """Return the event in our own format, as one line."""
     return json.dumps(to_json(event), ensure_ascii=False, separators=(",", ":"))
 
 
 def to_debezium(event: Event, *, name: str = "tailrace", database: str = "") -> dict[str, Any]:
-    """As Debezium's connectors for PostgreSQL write it without a schema, `decimal.handling.mode` being `string`.
+    """Return the event as Debezium's PostgreSQL connector writes it.
 
-    `name` and `database` are what the readers know the server and its database by: an event does not."""
+    The message has no schema, and `decimal.handling.mode` is `string`. `name` and `database` are the names by which
+    readers know the server and its database: an event does not contain them.
+    """
     require_instance("event", event, Event, _EVENT_HINT)
-    for what, given in (("name", name), ("database", database)):
-        require_instance(what, given, str, f'Give a text: `{what}="shop"`.')
+    for field, text in (("name", name), ("database", database)):
+        require_instance(field, text, str, f'Give a text: `{field}="shop"`.')
     table = event.schema.table
     at_ms = int(event.committed_at.timestamp() * 1000) if event.committed_at else None
     snapshot = event.operation is Operation.READ
@@ -108,13 +111,13 @@ def to_debezium(event: Event, *, name: str = "tailrace", database: str = "") -> 
 
 
 def to_debezium_line(event: Event, *, name: str = "tailrace", database: str = "") -> str:
-    """Debezium's form on one line."""
-    found = to_debezium(event, name=name, database=database)
-    return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+    """Return the event in Debezium's format, as one line."""
+    message = to_debezium(event, name=name, database=database)
+    return json.dumps(message, ensure_ascii=False, separators=(",", ":"))
 
 
 def _lsn(position: str | None) -> int | None:
-    """Positions of other sources may have a slash in them too."""
+    """Return the LSN as a number. Positions of other sources may contain a slash too, so each is parsed."""
     try:
         return Lsn.parse(position or "").value
     except ConfigError:

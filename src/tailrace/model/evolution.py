@@ -1,15 +1,15 @@
-"""What became of a table between two versions of its shape, and of the rows that were there already.
+"""The differences between two versions of a table's schema, and their effect on existing rows.
 
-A log brings rows and not DDL: rows at rest can change without one. What can be proven from the facts of both versions
-is stated, and the rest is called unknown. A rename is one only if the column's number proves it; otherwise it is a
+A log contains rows and no DDL: existing rows can change without a change in the log. What the facts of both versions
+prove is stated; everything else is unknown. A rename is one only if the column's number proves it; otherwise it is a
 drop and an add.
 
-Rows were written anew if their storage is another one and a column's definition changed with it. Storage alone proves
-nothing, as VACUUM FULL, CLUSTER and TRUNCATE make it anew too. Only of a partition it counts by itself: the source
-does not tell of its TRUNCATE.
+Rows were rewritten if their storage differs and a column's definition changed with it. Storage alone proves nothing, as
+VACUUM FULL, CLUSTER and TRUNCATE replace it too. Only for a partition the storage alone counts, because the source does
+not announce a partition's TRUNCATE.
 
-A lake table whose columns moved on before a load told what its rows are (`Facts.owed`) keeps that unknown, whatever
-comes next.
+A lake table may follow a schema change before a reload has established its rows (`TableSchema.owed`). Such a table
+keeps its rows' state unknown, whatever changes follow.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tailrace.model.schema import Column, TableSchema
 
 
 class SchemaChangeKind(enum.Enum):
-    """What was done to the table."""
+    """The kind of a schema change."""
 
     RENAME_TABLE = "rename table"
-    """Or moved to another schema."""
+    """The table was renamed, or moved to another schema."""
     ADD = "add"
     DROP = "drop"
     RENAME = "rename"
@@ -37,16 +37,16 @@ class SchemaChangeKind(enum.Enum):
     KEY = "key"
     IDENTITY = "identity"
     ATTACH = "attach"
-    """A partition that may have had rows."""
+    """A partition was attached that may have had rows."""
     DETACH = "detach"
     REPLACE = "replace"
-    """A partition's rows were written anew, or truncated: of a partition alone the source does not say which."""
+    """A partition's rows were rewritten or truncated. For a single partition the source does not say which."""
 
 
 class ExistingValue(enum.Enum):
-    """What rows that were there already have in a column that was added.
+    """The value of existing rows in an added column.
 
-    One that was there all along and is only published now had values that nobody was told: unknown.
+    A column that existed before and is published only now had values that the log never received: unknown.
     """
 
     NULL = "null"
@@ -58,19 +58,19 @@ class ExistingValue(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaChange:
-    """One difference. `was` and `now` are names, types, key columns or expressions, as the kind says."""
+    """One difference. `old` and `new` are names, types, key columns or expressions, depending on the kind."""
 
     kind: SchemaChangeKind
     column: str | None = None
     old: Any = None
     new: Any = None
     existing_value: ExistingValue | None = None
-    """Of an added column,"""
+    """For an added column: what existing rows have in it."""
     constant: str | None = None
-    """and the constant, as text."""
+    """For an added column: the constant that existing rows have in it, as text."""
 
     def to_json(self) -> dict[str, Any]:
-        given = {
+        fields = {
             "kind": self.kind.value,
             "column": self.column,
             "was": self.old,
@@ -79,7 +79,7 @@ class SchemaChange:
             "value": self.constant,
         }
         always = {"kind"} | ({"was", "now"} if self.old is not None or self.new is not None else set())
-        return {name: value for name, value in given.items() if name in always or value is not None}
+        return {name: value for name, value in fields.items() if name in always or value is not None}
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> SchemaChange:
@@ -100,7 +100,7 @@ class Evolution:
 
     changes: tuple[SchemaChange, ...]
     rewritten: bool | None
-    """Whether all rows were written anew, perhaps with other values; None: unknown."""
+    """True if all rows were rewritten, perhaps with other values; None: unknown."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -118,7 +118,7 @@ class Evolution:
 
 
 def compare_schemas(old: TableSchema, new: TableSchema) -> Evolution:
-    """What became of the table from one version to the next."""
+    """Return what was done to the table between two versions."""
     rewritten = _rewritten(old.facts, new.facts) if old.facts and new.facts else None
     if old.facts and new.facts and (_hides_columns(old.facts, new.facts) or _gave_way(_types(old), _types(new))):
         rewritten = None
@@ -131,17 +131,19 @@ def compare_schemas(old: TableSchema, new: TableSchema) -> Evolution:
 
 
 def same_version(old: TableSchema, new: TableSchema) -> bool:
-    """Whether `new` is the version `old` still: rows of one are rows of the other, and nothing else is known of it that
-    could matter when the next one comes."""
+    """Return whether `new` is still the version `old`.
+
+    Then rows of one are rows of the other, and nothing more is known of `new` that could matter for the next version.
+    """
     return old == new and (new.facts is None or (old.facts is not None and old.facts.same_but_file(new.facts)))
 
 
 def is_newer_version(old: TableSchema, new: TableSchema) -> bool:
-    """Whether a version that rows have is another one than what a table knows, and newer.
+    """Return whether the version of rows is newer than what a table knows.
 
-    The catalogue is asked when rows come, and when a table is loaded or looked at. So what stands with rows can be
-    older than what the table knows: the source announces nothing anew for a partition more, or a type's new name. Only
-    in what rows consist of it cannot, for no row comes from before a load.
+    The catalogue is read when rows arrive, and when a table is loaded or checked. So the version with the rows can be
+    older than what the table knows: the source does not announce another partition, or a type's new name. In what rows
+    consist of it cannot be older, for no row is from before a load.
     """
     if same_version(old, new):
         return False
@@ -160,20 +162,23 @@ def _rewritten(old: CatalogueFacts, new: CatalogueFacts) -> bool:
 
 
 def _hides_columns(old: CatalogueFacts, new: CatalogueFacts) -> bool:
-    """Whether columns were made and dropped again in between: rows that come now may still have such a one."""
+    """Return whether columns were added and dropped in between. Rows that arrive now may still have one."""
     return new.columns_ever - old.columns_ever > sum(
         number > old.columns_ever for number in (*new.numbers, *new.unpublished)
     )
 
 
 def _gave_way(old: dict[int, str], new: dict[int, str]) -> bool:
-    """Whether a column gave way to another of its type: rows that come now may still have the one before, renamed."""
-    gone, came = ({mine[number] for number in mine.keys() - theirs} for mine, theirs in ((old, new), (new, old)))
-    return bool(gone & came)
+    """Return whether a column was replaced by another of its type.
+
+    Rows that arrive now may still have the former one, renamed.
+    """
+    dropped, added = ({mine[number] for number in mine.keys() - theirs} for mine, theirs in ((old, new), (new, old)))
+    return bool(dropped & added)
 
 
 def _types(schema: TableSchema) -> dict[int, str]:
-    """By the number of the column; of a shape that has facts."""
+    """Return the type of each column by number; empty for a schema without facts."""
     numbers = schema.facts.numbers if schema.facts else ()
     return dict(zip(numbers, (column.source_type for column in schema.columns), strict=True))
 
@@ -196,22 +201,22 @@ def _of_columns(old: TableSchema, new: TableSchema, rewritten: bool | None) -> I
     for number, column in zip(before, old.columns, strict=True):
         if number not in after:
             yield SchemaChange(kind=SchemaChangeKind.DROP, column=column.name, old=column.source_type)
-    for place, (number, column) in enumerate(zip(after, new.columns, strict=True)):
+    for index, (number, column) in enumerate(zip(after, new.columns, strict=True)):
         if number not in mine:
-            is_new = bool(old.facts and new.facts and new.facts.columns[place].number > old.facts.columns_ever)
-            yield _added(new.facts, place, column, rewritten if is_new else None)
+            is_new = bool(old.facts and new.facts and new.facts.columns[index].number > old.facts.columns_ever)
+            yield _added(new.facts, index, column, rewritten if is_new else None)
         else:
-            yield from _of_column(old, new, mine[number], place)
+            yield from _of_column(old, new, mine[number], index)
 
 
-def _added(facts: CatalogueFacts | None, place: int, column: Column, rewritten: bool | None) -> SchemaChange:
-    fill = facts.columns[place].fast_default if facts and rewritten is not None else None
+def _added(facts: CatalogueFacts | None, index: int, column: Column, rewritten: bool | None) -> SchemaChange:
+    fill = facts.columns[index].fast_default if facts and rewritten is not None else None
     if fill is not None:
-        at_rest = ExistingValue.CONSTANT
+        existing = ExistingValue.CONSTANT
     else:
-        at_rest = {None: ExistingValue.UNKNOWN, True: ExistingValue.WRITTEN, False: ExistingValue.NULL}[rewritten]
+        existing = {None: ExistingValue.UNKNOWN, True: ExistingValue.WRITTEN, False: ExistingValue.NULL}[rewritten]
     return SchemaChange(
-        kind=SchemaChangeKind.ADD, column=column.name, new=column.source_type, existing_value=at_rest, constant=fill
+        kind=SchemaChangeKind.ADD, column=column.name, new=column.source_type, existing_value=existing, constant=fill
     )
 
 
@@ -222,13 +227,15 @@ def _of_column(old: TableSchema, new: TableSchema, before: int, after: int) -> I
     if (was.source_type, was.type) != (now.source_type, now.type):
         yield SchemaChange(kind=SchemaChangeKind.RETYPE, column=now.name, old=was.source_type, new=now.source_type)
     if old.facts and new.facts:
-        told, tells = old.facts.columns[before], new.facts.columns[after]
-        if told.nullable != tells.nullable:
+        old_facts, new_facts = old.facts.columns[before], new.facts.columns[after]
+        if old_facts.nullable != new_facts.nullable:
             yield SchemaChange(
-                kind=SchemaChangeKind.NULLABILITY, column=now.name, old=told.nullable, new=tells.nullable
+                kind=SchemaChangeKind.NULLABILITY, column=now.name, old=old_facts.nullable, new=new_facts.nullable
             )
-        if told.default != tells.default:
-            yield SchemaChange(kind=SchemaChangeKind.DEFAULT, column=now.name, old=told.default, new=tells.default)
+        if old_facts.default != new_facts.default:
+            yield SchemaChange(
+                kind=SchemaChangeKind.DEFAULT, column=now.name, old=old_facts.default, new=new_facts.default
+            )
 
 
 def _of_partitions(old: CatalogueFacts, new: CatalogueFacts, *, rewritten: bool) -> Iterator[SchemaChange]:

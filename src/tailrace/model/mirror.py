@@ -1,7 +1,9 @@
-"""A table's rows as its changes make them: the plainest follower of `row_write`, and what others are held against.
+"""A table's rows as built from its changes.
 
-Every write is done as it comes, by what it says and nothing else. So the rows are those of the source, also if the last
-changes come again: the state of a key that is written whole does not depend on what was there.
+This is the simplest interpreter of `row_write`, and serves as the reference.
+
+Every write is applied in order, by its content and nothing else. So the rows are those of the source, even if the last
+changes arrive again: the state of a key that is written whole does not depend on what was there.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ Key: TypeAlias = tuple[Any, ...]
 
 
 class Mirror:
-    """One table: rows by key, or, without one, in the order of their coming."""
+    """One table: rows by key, or, without a key, in order of arrival."""
 
     def __init__(self) -> None:
         self.rows: dict[Key, Row] = {}
@@ -37,21 +39,21 @@ class Mirror:
                 self.rows[_key(key)] = row
             case Merge(key=key, columns=columns, base=base):
                 old = self.rows.pop(_key(base), None)
-                found = self.rows.get(_key(key), old)
-                if found is not None:
-                    self.rows[_key(key)] = found | columns
+                current = self.rows.get(_key(key), old)
+                if current is not None:
+                    self.rows[_key(key)] = current | columns
 
     def _take_out(self, row: Row) -> None:
-        """One that equals it, if there is one."""
-        for key, found in self.rows.items():
-            if found == row:
+        """Remove one row that equals it, if there is one."""
+        for key, candidate in self.rows.items():
+            if candidate == row:
                 del self.rows[key]
                 return
 
     def copy(self) -> Mirror:
-        made = Mirror()
-        made.rows, made._count = dict(self.rows), self._count
-        return made
+        mirror = Mirror()
+        mirror.rows, mirror._count = dict(self.rows), self._count
+        return mirror
 
 
 def _key(key: Row) -> Key:

@@ -1,4 +1,4 @@
-"""What is to be done about changes to a table's shape, as a person decides it."""
+"""Policies for a table's schema changes, as a person decides them."""
 
 from __future__ import annotations
 
@@ -7,53 +7,54 @@ from dataclasses import dataclass
 
 
 class EvolutionPolicy(enum.Enum):
-    """What to do about one kind of change."""
+    """The action for one kind of change."""
 
     APPLY = "apply"
     """Do the same to the lake table."""
     KEEP_NULL = "keep-null"
-    """Of a column that is dropped: keep it with what it has; rows that come have null in it."""
+    """For a dropped column: keep it with its values; new rows have null in it."""
     STOP = "stop"
     """Stop the table, and wait for a person."""
     REFRESH = "refresh"
-    """Load the table anew."""
+    """Reload the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvolutionPolicies:
-    """What to do about each kind of change."""
+    """The action for each kind of change."""
 
     add: EvolutionPolicy = EvolutionPolicy.APPLY
     drop: EvolutionPolicy = EvolutionPolicy.KEEP_NULL
     rename: EvolutionPolicy = EvolutionPolicy.APPLY
     widen: EvolutionPolicy = EvolutionPolicy.APPLY
-    """A type that holds all that the one before did, where the source did not write its rows anew."""
+    """The new type holds all old values, and the source did not rewrite its rows."""
     narrow: EvolutionPolicy | None = None
-    """A type of the same kind that does not hold all that the one before did; None: see `narrowing`."""
+    """The new type is of the same kind and holds fewer values; None: see `narrow_policy`."""
     retype: EvolutionPolicy = EvolutionPolicy.REFRESH
-    """Any other type."""
+    """Any other change of type."""
     rewrite: EvolutionPolicy = EvolutionPolicy.REFRESH
-    """The source wrote its rows anew, perhaps with other values, or it is not known what became of them."""
+    """The source rewrote its rows, perhaps with other values, or their state is unknown."""
     key: EvolutionPolicy = EvolutionPolicy.REFRESH
     recreate: EvolutionPolicy = EvolutionPolicy.REFRESH
-    """The table was dropped, and another of its name made."""
+    """The table was dropped, and another one of its name created."""
     partition: EvolutionPolicy = EvolutionPolicy.REFRESH
-    """A partition came or went with its rows, or was truncated by itself."""
+    """A partition was attached or detached with its rows, or truncated alone."""
 
     @property
     def narrow_policy(self) -> tuple[str, EvolutionPolicy]:
-        """What to do where a type holds less, and the kind whose policy says so.
+        """Return what to do about a narrower type, and the kind whose policy decides it.
 
-        Where nobody has decided, whoever wants to be asked about other types, or about wider ones, is asked.
+        Without a policy for `narrow`, a `stop` for other types (`retype`) or wider ones (`widen`) applies to it as
+        well.
         """
         if self.narrow is not None:
             return "narrow", self.narrow
-        asked = (
+        stopping = (
             kind for kind, policy in (("retype", self.retype), ("widen", self.widen)) if policy is EvolutionPolicy.STOP
         )
-        kind = next(asked, None)
+        kind = next(stopping, None)
         return ("narrow", EvolutionPolicy.REFRESH) if kind is None else (kind, EvolutionPolicy.STOP)
 
 
 DEFAULT_POLICIES = EvolutionPolicies()
-"""Where nobody has decided: nothing is lost, and nothing is wrong."""
+"""The policies without any settings: nothing is lost, and nothing is wrong."""

@@ -1,4 +1,4 @@
-"""Positions in a source's own log, as types that order and print the way the server does.
+"""Positions in a source log, as types that order and print as the server does.
 
 A position is never a string inside Tailrace: `"0/9" > "0/10"` must not be able to happen.
 """
@@ -26,18 +26,18 @@ class Lsn:
     def __post_init__(self) -> None:
         if not isinstance(self.value, int | Integral) or not 0 <= self.value < 1 << 64:
             raise ConfigError(
-                "a log sequence number is a whole number of 64 bits",
+                "a log sequence number must be a whole number of 64 bits",
                 value=repr(self.value)[:TEXT_SHOWN_MAX],
-                hint='Read its text: `Lsn.parse("16/B374D848")`.',
+                hint='Parse its text: `Lsn.parse("16/B374D848")`.',
             )
 
     @classmethod
     def parse(cls, text: str) -> Lsn:
-        """Read the server's own form, e.g. `16/B374D848`; anything else is an error."""
-        found = _LSN.fullmatch(text) if isinstance(text, str) else None
-        if not found:
+        """Parse the server's own text, e.g. `16/B374D848`; anything else is an error."""
+        match = _LSN.fullmatch(text) if isinstance(text, str) else None
+        if not match:
             raise invalid_position_error("a log sequence number", text, "It looks like 16/B374D848.")
-        return cls((int(found.group(1), 16) << 32) | int(found.group(2), 16))
+        return cls((int(match.group(1), 16) << 32) | int(match.group(2), 16))
 
     def __str__(self) -> str:
         return f"{self.value >> 32:X}/{self.value & 0xFFFFFFFF:X}"
@@ -46,7 +46,7 @@ class Lsn:
         return self.value < other.value
 
     def __sub__(self, other: Lsn) -> int:
-        """Bytes between two positions."""
+        """Return the bytes between two positions."""
         return self.value - other.value
 
 
@@ -55,7 +55,10 @@ ZERO = Lsn(0)
 
 
 def invalid_position_error(what: str, text: object, hint: str) -> ConfigError:
-    """What was given is none. Its text is shown on one line, whatever stands in it."""
+    """Return the error for a value that is not such a position.
+
+    The text is shown on one line, whatever it contains.
+    """
     if not isinstance(text, str):
         return ConfigError(f"not {what}", found=type(text).__name__, hint=f"Give a text. {hint}")
     shown = text if text.isprintable() else ascii(text)

@@ -1,9 +1,9 @@
-"""The positions of every kind of source, as values: each has one text, and reads it back.
+"""The positions of every kind of source, as values. Each has one text and is parsed from it.
 
-A text that is not one is refused, never mended: a position read wrong would skip rows or bring them again. Whether one
-position follows another is asked of `reaches` and `covers`, never of their texts. Positions of one history have an
-order; sets of GTIDs only a partial one, so of two positions neither may reach the other; texts of a source's own none,
-so that `reaches` lets any follow any, and only of equal ones is it certain that one covers the other.
+An invalid text is refused, never corrected: a position read wrong would skip rows or repeat them. `reaches` and
+`covers` compare positions; their texts are never compared. Positions of one history are ordered. Sets of GTIDs have
+only a partial order, so of two sets neither may reach the other. Custom texts have no order: `reaches` lets any follow
+any, and only for equal ones it is certain that one covers the other.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn, invalid_position_error
 
 TEXT_CHARACTERS_MAX = 1 << 20
-"""A set of GTIDs can be long; this is far beyond any."""
+"""Far beyond any set of GTIDs, which can be long."""
 _BINLOG_BEGIN = 4
-"""Below it lie the file's magic bytes."""
+"""The file's magic bytes are below it."""
 _SIGNED_64_MAX = (1 << 63) - 1
 _16_MAX, _32_MAX, _64_MAX = (1 << 16) - 1, (1 << 32) - 1, (1 << 64) - 1
 
@@ -37,7 +37,7 @@ _SQLSERVER_BINARY = re.compile(r"0[xX]([0-9A-Fa-f]{8})([0-9A-Fa-f]{8})([0-9A-Fa-
 
 
 class PositionType(enum.Enum):
-    """How a source counts. The value is what stands in stored records."""
+    """The kind of positions that a source has. The value is the one stored in records."""
 
     POSTGRESQL_LSN = "postgresql-lsn"
     MYSQL_BINLOG = "mysql-binlog"
@@ -46,20 +46,20 @@ class PositionType(enum.Enum):
     MARIADB_GTID = "mariadb-gtid"
     SQLSERVER_LSN = "sqlserver-lsn"
     CUSTOM = "custom"
-    """A source of someone's own."""
+    """A source with positions of its own."""
 
 
 @dataclass(frozen=True)
 class BinlogPosition:
-    """A file of MySQL's or MariaDB's binary log, and the offset in it of the next event."""
+    """A file of MySQL's or MariaDB's binary log, and the next event's offset."""
 
     file: str
     offset: int
 
     def __post_init__(self) -> None:
-        found = _BINLOG.fullmatch(str(self))
+        match = _BINLOG.fullmatch(str(self))
         is_number = isinstance(self.offset, int)
-        if not found or not is_number or not int(found.group(2)) or not _BINLOG_BEGIN <= self.offset <= _SIGNED_64_MAX:
+        if not match or not is_number or not int(match.group(2)) or not _BINLOG_BEGIN <= self.offset <= _SIGNED_64_MAX:
             raise invalid_position_error(
                 "a binary log position",
                 str(self),
@@ -68,16 +68,16 @@ class BinlogPosition:
 
     @classmethod
     def parse(cls, text: str) -> BinlogPosition:
-        found = _BINLOG.fullmatch(text) if isinstance(text, str) else None
-        if not found:
+        match = _BINLOG.fullmatch(text) if isinstance(text, str) else None
+        if not match:
             raise invalid_position_error("a binary log position", text, "It looks like mysql-bin.000042:1547.")
-        return cls(f"{found.group(1)}.{found.group(2)}", int(found.group(3)))
+        return cls(f"{match.group(1)}.{match.group(2)}", int(match.group(3)))
 
     def __str__(self) -> str:
         return f"{self.file}:{self.offset}"
 
     def reaches(self, other: BinlogPosition) -> bool:
-        """By the number of the file, which grows beyond six digits; files of another name are another log's."""
+        """Compare by the file's number, which grows beyond six digits. A file of another name is in another log."""
         (mine, number), (theirs, before) = (item.file.rsplit(".", 1) for item in (self, other))
         return mine == theirs and (int(number), self.offset) >= (int(before), other.offset)
 
@@ -87,16 +87,16 @@ Intervals: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class MysqlGtidSet:
-    """The transactions of MySQL that were taken: of each server (and tag), intervals of numbers, both ends included."""
+    """The transactions that MySQL executed: per server (and tag), intervals of numbers, both ends included."""
 
     executed: Mapping[tuple[str, str], Intervals]
-    """By UUID and tag (empty: none); intervals are in order, and none touches the next."""
+    """By UUID and tag (empty: no tag). Intervals are in order, and none touches the next."""
 
     def __post_init__(self) -> None:
         ordered = {key: _joined(self.executed[key]) for key in sorted(self.executed)}
         if not ordered:
             raise invalid_position_error(
-                "a set of GTIDs", "", "An empty set says nothing: is `gtid_mode` on at the server?"
+                "a set of GTIDs", "", "An empty set has no position. Check that `gtid_mode` is on at the server."
             )
         for (uuid, tag), intervals in ordered.items():
             fits = all(1 <= first <= last < _SIGNED_64_MAX for first, last in intervals)
@@ -106,30 +106,30 @@ class MysqlGtidSet:
 
     @classmethod
     def parse(cls, text: str) -> MysqlGtidSet:
-        """As `gtid_executed` shows it, with spaces or line breaks between servers, and with tags (MySQL 8.3)."""
-        found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        """Parse `gtid_executed`, with spaces or line breaks between servers, and with tags (MySQL 8.3)."""
+        executed: dict[tuple[str, str], list[tuple[int, int]]] = {}
         if not isinstance(text, str):
             raise _not_gtids(text)
         for part in text.lower().split(","):
             uuid, *items = part.strip().split(":")
-            tag, told = "", 0
+            tag, count = "", 0
             for item in items:
                 if interval := _INTERVAL.fullmatch(item):
                     first = int(interval.group(1))
                     last = int(interval.group(2) or first)
                     if last < first:
                         raise _not_gtids(text)
-                    found.setdefault((uuid, tag), []).append((first, last))
-                    told += 1
-                elif _TAG.fullmatch(item) and (told or not tag):
-                    tag, told = item, 0
+                    executed.setdefault((uuid, tag), []).append((first, last))
+                    count += 1
+                elif _TAG.fullmatch(item) and (count or not tag):
+                    tag, count = item, 0
                 else:
                     raise _not_gtids(text)
-            if not told:
+            if not count:
                 if not text.strip():
                     break
                 raise _not_gtids(text)
-        return cls({key: tuple(intervals) for key, intervals in found.items()})
+        return cls({key: tuple(intervals) for key, intervals in executed.items()})
 
     def __str__(self) -> str:
         return _written(self.executed)
@@ -141,7 +141,7 @@ class MysqlGtidSet:
         return MysqlGtidSet, (dict(self.executed),)
 
     def reaches(self, other: MysqlGtidSet) -> bool:
-        """Whether it has everything that the other has."""
+        """Return whether it has everything that the other has."""
         return all(
             any(first <= low and high <= last for first, last in self.executed.get(key, ()))
             for key, intervals in other.executed.items()
@@ -149,11 +149,11 @@ class MysqlGtidSet:
         )
 
 
-def _written(taken: Mapping[tuple[str, str], Intervals]) -> str:
+def _written(executed: Mapping[tuple[str, str], Intervals]) -> str:
     servers: dict[str, str] = {}
-    for (uuid, tag), intervals in taken.items():
-        told = [f"{first}-{last}" if last > first else str(first) for first, last in intervals]
-        servers[uuid] = ":".join([servers.get(uuid, uuid), *([tag] if tag else []), *told])
+    for (uuid, tag), intervals in executed.items():
+        numbers = [f"{first}-{last}" if last > first else str(first) for first, last in intervals]
+        servers[uuid] = ":".join([servers.get(uuid, uuid), *([tag] if tag else []), *numbers])
     return ",".join(servers.values())
 
 
@@ -169,10 +169,10 @@ def _joined(intervals: Intervals) -> Intervals:
 
 @dataclass(frozen=True)
 class MariadbGtidSet:
-    """A position of MariaDB: of each replication domain the last transaction, by server and sequence number."""
+    """A position of MariaDB: per replication domain the last transaction, as server and sequence number."""
 
     last: Mapping[int, tuple[int, int]]
-    """By domain: the server that made it, and its number."""
+    """By domain: the server that created it, and its number."""
 
     def __post_init__(self) -> None:
         fits = all(
@@ -187,23 +187,23 @@ class MariadbGtidSet:
 
     @classmethod
     def parse(cls, text: str) -> MariadbGtidSet:
-        """As `gtid_binlog_pos` shows it; a domain stands in it once."""
-        found: dict[int, tuple[int, int]] = {}
+        """Parse `gtid_binlog_pos`; a domain occurs in it once."""
+        last: dict[int, tuple[int, int]] = {}
         for part in text.split(",") if isinstance(text, str) else ("",):
-            one = _MARIADB.fullmatch(part.strip())
-            if not one:
+            match = _MARIADB.fullmatch(part.strip())
+            if not match:
                 raise invalid_position_error(
                     "a GTID position of MariaDB", text, "It looks like 0-1-100 or 0-1-100,7-2-5."
                 )
-            domain, server, number = map(int, one.groups())
-            if domain in found:
+            domain, server, number = map(int, match.groups())
+            if domain in last:
                 raise invalid_position_error(
                     "a GTID position of MariaDB",
                     text,
-                    f"Domain {domain} stands in it twice: take `gtid_binlog_pos`, not `gtid_binlog_state`.",
+                    f"Domain {domain} occurs twice: use `gtid_binlog_pos`, not `gtid_binlog_state`.",
                 )
-            found[domain] = (server, number)
-        return cls(found)
+            last[domain] = (server, number)
+        return cls(last)
 
     def __str__(self) -> str:
         return ",".join(f"{domain}-{server}-{number}" for domain, (server, number) in self.last.items())
@@ -215,7 +215,10 @@ class MariadbGtidSet:
         return MariadbGtidSet, (dict(self.last),)
 
     def reaches(self, other: MariadbGtidSet) -> bool:
-        """Whether each domain of the other is here, and as far. One number by two servers is two histories."""
+        """Return whether each domain of the other is here, and as far.
+
+        The same number from two servers means two histories.
+        """
         return all(
             domain in self.last and (self.last[domain][1] > number or self.last[domain] == (server, number))
             for domain, (server, number) in other.last.items()
@@ -224,7 +227,7 @@ class MariadbGtidSet:
 
 @dataclass(frozen=True)
 class SqlServerLsn:
-    """A place in SQL Server's log: virtual file, block, slot."""
+    """A position in SQL Server's log: virtual file, block, slot."""
 
     file: int
     block: int
@@ -235,29 +238,29 @@ class SqlServerLsn:
         limits = (_32_MAX, _32_MAX, _16_MAX)
         if not all(isinstance(part, int) and 0 <= part <= limit for part, limit in zip(parts, limits, strict=True)):
             raise ConfigError(
-                "a log sequence number of SQL Server has 80 bits",
+                "a log sequence number of SQL Server must have 80 bits",
                 parts=parts,
-                hint='Read its text: `SqlServerLsn.parse("0000002d:00000048:0003")`.',
+                hint='Parse its text: `SqlServerLsn.parse("0000002d:00000048:0003")`.',
             )
         if not (self.file or self.block or self.slot):
             raise invalid_position_error(
                 "a log sequence number of SQL Server",
                 str(self),
-                "Zero is what `sys.fn_cdc_get_min_lsn` answers for a capture instance that is not there.",
+                "Check the capture instance: `sys.fn_cdc_get_min_lsn` returns zero for one that does not exist.",
             )
 
     @classmethod
     def parse(cls, text: str) -> SqlServerLsn:
-        """Both forms the server knows: `0x0000002D000000480003` and `0000002d:00000048:0003`."""
+        """Parse both of the server's texts: `0x0000002D000000480003` and `0000002d:00000048:0003`."""
         is_text = isinstance(text, str)
-        found = (_SQLSERVER.fullmatch(text) or _SQLSERVER_BINARY.fullmatch(text)) if is_text else None
-        if not found:
+        match = (_SQLSERVER.fullmatch(text) or _SQLSERVER_BINARY.fullmatch(text)) if is_text else None
+        if not match:
             raise invalid_position_error(
                 "a log sequence number of SQL Server",
                 text,
                 "It looks like 0000002d:00000048:0003 or 0x0000002D000000480003.",
             )
-        file, block, slot = (int(part, 16) for part in found.groups())
+        file, block, slot = (int(part, 16) for part in match.groups())
         return cls(file, block, slot)
 
     def __str__(self) -> str:
@@ -269,8 +272,10 @@ class SqlServerLsn:
 
 @dataclass(frozen=True)
 class CustomPosition:
-    """A position that only its source understands. Two that are whole numbers have an order; others are only equal or
-    not, so that a rewind among them cannot be seen."""
+    """A position that only its source understands.
+
+    Two that are whole numbers are ordered. Others are only equal or not, so a rewind among them cannot be detected.
+    """
 
     text: str
 
@@ -298,9 +303,9 @@ class CustomPosition:
 Position: TypeAlias = Lsn | BinlogPosition | MysqlGtidSet | MariadbGtidSet | SqlServerLsn | CustomPosition
 
 P = TypeVar("P", bound=Position, default=Lsn)
-"""What a source counts in; where nobody says, as PostgreSQL does."""
+"""The position type of a source; PostgreSQL's by default."""
 P_co = TypeVar("P_co", bound=Position, default=Lsn, covariant=True)
-"""The same of what a source gives."""
+"""The same, for values that a source only returns."""
 
 _TYPES: dict[type, PositionType] = {
     Lsn: PositionType.POSTGRESQL_LSN,
@@ -323,46 +328,50 @@ _PARSERS: dict[PositionType, Callable[[str], Position]] = {
 
 
 def position_type_of(position: Position) -> PositionType:
-    """How this position counts."""
+    """Return the type of this position."""
     kind = _TYPES.get(type(position))
     if kind is None:
         raise ConfigError(
-            "that is no position",
+            "the value is not a position",
             found=type(position).__name__,
-            hint='Make one of its text: `Lsn.parse("16/B374D848")`, `CustomPosition("42")`, `Checkpoint.parse(…)`.',
+            hint='Create one from its text: `Lsn.parse("16/B374D848")`, `CustomPosition("42")`, `Checkpoint.parse(…)`.',
         )
     return kind
 
 
 def parse_position(kind: PositionType, text: str) -> Position:
-    """The position that this text is; anything else is refused."""
+    """Return the position that this text means; refuse anything else."""
     if not isinstance(text, str):
-        raise ConfigError("a position's text is none", type=kind.value, found=type(text).__name__, hint="Give a text.")
+        raise ConfigError(
+            "the text of a position must be a string", type=kind.value, found=type(text).__name__, hint="Give a text."
+        )
     if len(text) > TEXT_CHARACTERS_MAX:
         raise ConfigError(
-            "a position is not that long",
+            "the text of a position is too long",
             type=kind.value,
             characters=len(text),
-            hint=f"It has {TEXT_CHARACTERS_MAX:,} characters at most.",
+            hint=f"Give {TEXT_CHARACTERS_MAX:,} characters at most.",
         )
     return _PARSERS[kind](text)
 
 
 def reaches(new: Position, old: Position) -> bool:
-    """Whether `new` is `old`, or lies behind it. Positions of two types never do."""
+    """Return whether `new` equals `old` or is after it. Positions of two types never do."""
     if isinstance(new, Lsn):
         return isinstance(old, Lsn) and new >= old
     return type(new) is type(old) and new.reaches(old)  # type: ignore[arg-type] # both are of the one type
 
 
 def covers(position: Position, other: Position) -> bool:
-    """Whether everything up to `other` certainly lies at or before `position`: a source that gives it again repeats
-    itself, and a target that it is was reached."""
+    """Return whether everything up to `other` certainly is at or before `position`.
+
+    A source that delivers `other` again then repeats itself, and a target `other` has been reached.
+    """
     return position == other or (reaches(position, other) and not reaches(other, position))
 
 
 def bytes_between(start: Position, end: Position) -> int:
-    """How much of the source's log lies between two positions; 0 where they do not tell."""
+    """Return the bytes of source log between two positions; 0 where they cannot say."""
     return end - start if isinstance(start, Lsn) and isinstance(end, Lsn) else 0
 
 

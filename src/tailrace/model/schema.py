@@ -1,7 +1,7 @@
-"""A table's identity and one version of its shape.
+"""A table's name, and one version of its schema.
 
-Two shapes are equal when a row of one can be read as a row of the other; nothing that can differ between two
-readings of the same rows (a catalogue look-up, the order of discovery) counts for that.
+Two schemas are equal when a row of one can be read as a row of the other. Nothing that can differ between two readings
+of the same rows (a catalogue look-up, the order of discovery) affects equality.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tailrace.validation import require_instance
 
 @dataclass(frozen=True, order=True)
 class TableId:
-    """A table's name at the source. Its parts are kept apart: `a.b`.`c` is not `a`.`b.c`.
+    """A table's name at the source. Its parts are kept separate: `a.b`.`c` is not `a`.`b.c`.
 
-    No source has a schema without a name: that is where the system streams are.
+    No source has a schema without a name: the system streams use the empty name.
     """
 
     schema: str
@@ -33,7 +33,7 @@ class TableId:
     def __post_init__(self) -> None:
         if not (isinstance(self.schema, str) and isinstance(self.name, str)):
             raise ConfigError(
-                "that is no name of a table",
+                "the name of a table is invalid",
                 schema=ascii(self.schema),
                 name=ascii(self.name),
                 hint='Give schema and name, two texts: `TableId("public", "orders")`.',
@@ -44,15 +44,15 @@ class TableId:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> TableId:
-        """As records that are about a table name it."""
+        """Return the table that a record names."""
         return cls(stored["schema"], stored["table"])
 
 
 class Identity(enum.Enum):
-    """What the source tells of the old row when one is updated or deleted."""
+    """The replica identity: the part of the old row sent with an update or delete."""
 
     KEY = "key"
-    """The key's old values, when they changed or the row went."""
+    """The key's old values, when they changed or the row was deleted."""
     FULL = "full"
     """The whole old row."""
     NONE = "none"
@@ -60,7 +60,10 @@ class Identity(enum.Enum):
 
 
 RULE_MARK = " · "
-"""In a column's `source_type`, before each rule that has worked on its values or on which rows there are."""
+"""Precedes each rule in a column's `source_type`.
+
+The rule changed the column's values, or filtered the rows.
+"""
 
 
 COLUMNS_HINT = "Name each column once."
@@ -68,26 +71,26 @@ COLUMNS_HINT = "Name each column once."
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column: its name verbatim, the source's type, and the Arrow type its values arrive as."""
+    """One column: its name verbatim, the source's type, and the Arrow type of its values."""
 
     name: str
     source_type: str
     type: pa.DataType
 
     def __post_init__(self) -> None:
-        require_instance("name", self.name, str, "Give the column's name, as the source has it.")
-        require_instance("source_type", self.source_type, str, 'Give what the source calls it: `"bigint"`.')
-        require_instance("type", self.type, pa.DataType, "Give Arrow's own: `pa.int64()`.")
+        require_instance("name", self.name, str, "Give the column's name as it is at the source.")
+        require_instance("source_type", self.source_type, str, 'Give the source\'s name of the type: `"bigint"`.')
+        require_instance("type", self.type, pa.DataType, "Give an Arrow type: `pa.int64()`.")
 
     @property
     def rule_marks(self) -> list[str]:
-        """The rules that have worked on it."""
+        """The rules that have changed the column."""
         return self.source_type.split(RULE_MARK)[1:]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSchema:
-    """One version of a table's shape. `key` names the columns a mirror is merged on; empty means keyless."""
+    """One version of a table's schema. `key` names the columns a mirror is merged on; empty means keyless."""
 
     table: TableId
     relation: int
@@ -98,9 +101,9 @@ class TableSchema:
     former_key: tuple[str, ...] = ()
     """Columns that left the key; only in a view over versions (`merged_schema`), never stored."""
     facts: CatalogueFacts | None = field(default=None, compare=False, repr=False)
-    """What the catalogue told of it; None: unknown. Not part of the shape."""
+    """The catalogue facts; None: unknown. They do not count for equality."""
     source_version: TableSchema | None = field(default=None, compare=False, repr=False)
-    """What it is at the source, where rules made this of it; None: this is what it is there."""
+    """The schema at the source, where rules derived this one from it; None: this is the source's own."""
 
     def __post_init__(self) -> None:
         require_instance("table", self.table, TableId, 'Give `TableId("public", "orders")`.')
@@ -111,7 +114,7 @@ class TableSchema:
 
     @property
     def source_schema(self) -> TableSchema:
-        """The shape that the source itself knows."""
+        """The schema at the source."""
         return self.source_version or self
 
     @property
@@ -119,33 +122,33 @@ class TableSchema:
         return [column.name for column in self.columns]
 
     def same_rows(self, other: TableSchema) -> bool:
-        """Whether rows of both can stand in one mirror table."""
+        """Return whether rows of both fit one mirror table."""
         mine = [(column.name, column.type) for column in self.columns]
         return mine == [(column.name, column.type) for column in other.columns] and self.key == other.key
 
     @property
     def owed(self) -> bool:
-        """Of a lake table: whether it lacks a load that was begun and has not landed."""
+        """Lake tables only: True if a load was begun and has not been committed."""
         return self.facts is not None and self.facts.rows_unknown
 
     def with_owed(self, owed: bool) -> TableSchema:
-        """The same, owed a load or not; without facts it cannot say so."""
+        """Return the same schema with `owed` set; unchanged without facts, which hold the mark."""
         return replace(self, facts=replace(self.facts, rows_unknown=owed)) if self.facts else self
 
     def same_with_facts(self, other: TableSchema) -> bool:
-        """Whether the shape is the same, and so is what the catalogue told of it."""
+        """Return whether both schema and catalogue facts are equal."""
         return self == other and self.facts == other.facts
 
     def covers(self, other: TableSchema) -> bool:
-        """Whether the other is the same shape, and tells nothing of it that is not known here."""
+        """Return whether the other is the same schema, without facts unknown here."""
         return self == other and (other.facts is None or self.facts == other.facts)
 
     def row_fields(self) -> list[pa.Field]:
-        """The table's own columns, verbatim: what a mirror table holds."""
+        """Return the table's own columns, verbatim: those of a mirror table."""
         return [pa.field(column.name, column.type) for column in self.columns]
 
     def change_schema(self) -> pa.Schema:
-        """The Arrow schema of a stored change of this version, with every optional column present."""
+        """Return the Arrow schema of a stored change of this version, with every optional column."""
         row = [pa.field(change.stored_name(column.name), column.type) for column in self.columns]
         ever = {*self.key, *self.former_key}
         key = [field for field, column in zip(row, self.columns, strict=True) if column.name in ever]
@@ -158,15 +161,15 @@ class TableSchema:
         return pa.schema([*change.REQUIRED, *optional, *row])
 
     def to_json(self) -> dict[str, Any]:
-        """A form that reads back equal; the Arrow types travel in Arrow's own encoding."""
+        """Return a record that reads back equal; Arrow types are stored in Arrow's own encoding."""
         fields = pa.schema([pa.field(column.name, column.type) for column in self.columns])
         return {
             "schema": self.table.schema,
             "name": self.table.name,
             "relation": self.relation,
             "columns": [
-                {"name": column.name, "source_type": column.source_type, "type": str(column.type)} | told
-                for column, told in zip(self.columns, self._told(), strict=True)
+                {"name": column.name, "source_type": column.source_type, "type": str(column.type)} | facts
+                for column, facts in zip(self.columns, self._column_facts(), strict=True)
             ],
             "arrow": base64.b64encode(fields.serialize()).decode(),
             "key": list(self.key),
@@ -175,8 +178,8 @@ class TableSchema:
             **({"origin": self.source_version.to_json()} if self.source_version else {}),
         }
 
-    def _told(self) -> list[dict[str, Any]]:
-        """What the catalogue told of each column, for people."""
+    def _column_facts(self) -> list[dict[str, Any]]:
+        """Return the catalogue facts of each column, for people."""
         if self.facts is None:
             return [{"number": UNKNOWN, "nullable": UNKNOWN, "default": UNKNOWN}] * len(self.columns)
         return [
@@ -202,19 +205,24 @@ class TableSchema:
 
 
 def unknown_column_error(schema: TableSchema, columns: list[str]) -> ConfigError:
-    """Rows of a shape that name others."""
+    """Return the error for rows that name columns the schema does not have."""
     return ConfigError(
         "the table has no such column",
         table=schema.table,
         columns=", ".join(sorted(columns)),
-        hint=f"It has {', '.join(schema.names)}. Another version of the shape has others.",
+        hint=f"It has {', '.join(schema.names)}. Another version of the schema has other columns.",
     )
 
 
 def wrong_type_error(schema: TableSchema) -> ConfigError:
-    """Rows with a value of another type than its column's; Arrow's words, which hold it, are chained."""
+    """Return the error for a value of another type than its column's.
+
+    Arrow's own message contains the value, so it is only chained.
+    """
     kinds = ", ".join(f"{column.name} {column.type}" for column in schema.columns)
-    return ConfigError("a value is none of its column's type", table=schema.table, hint=f"There are {kinds}.")
+    return ConfigError(
+        "a value does not have its column's type", table=schema.table, hint=f"Give values of these types: {kinds}."
+    )
 
 
 def table_token(table: TableId) -> str:

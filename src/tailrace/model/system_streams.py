@@ -1,8 +1,8 @@
-"""The streams that are not tables of the source: what happened to shapes, and what applications said.
+"""The streams that are not tables of the source: schema versions, and messages of applications.
 
-They are read like tables, by the names `schema` and `message`. A `schema` record with `_seq` n says which shape
-rows of a table have from row n on; it takes no `_seq` of its own, so the tables' rows stay densely numbered. A
-`message` record is a change like any other and does.
+They are read like tables, by the names `schema` and `message`. A `schema` record with `_seq` n gives the schema of a
+table's rows from row n on. It takes no `_seq` of its own, so the tables' rows stay densely numbered. A `message` record
+is a change like any other and takes one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ SCHEMA_STREAM = _stream("schema", -1, [
     ("table", pa.int64()), ("version", pa.int32()), ("schema_name", pa.string()), ("table_name", pa.string()),
     ("definition", pa.string()),
 ])  # fmt: skip
-"""One record for each version of each table's shape; `definition` is what `schemas/<table>/<version>.json` says: the
-shape, and what became of the table since the version before."""
+"""One record for each version of each table's schema.
+
+`definition` is the content of `schemas/<table>/<version>.json`: the schema, and the changes since the version before.
+"""
 
 MESSAGE_STREAM = _stream("message", -2, [
     ("prefix", pa.string()), ("content", pa.binary()), ("transactional", pa.bool_()),
@@ -45,23 +47,23 @@ MESSAGE_STREAM = _stream("message", -2, [
 """One record for each message, in the order of the source's log."""
 
 SYSTEM_STREAMS = frozenset(stream.table.name for stream in (SCHEMA_STREAM, MESSAGE_STREAM))
-"""What they are asked for by."""
+"""The names by which readers request them."""
 
 
 def is_system(schema: TableSchema) -> bool:
-    """Whether this is one of the streams above."""
+    """Return whether this is one of the streams above."""
     return schema.relation < 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaAnnouncement:
-    """A shape that is in force from a row on; the other fields are that row's."""
+    """A schema that is in force from a row on. The other fields are those of that row."""
 
     table: int
     version: int
     schema: TableSchema
     definition: dict[str, Any]
-    """What its file says of it."""
+    """The content of its file."""
     seq: int
     position: str | None
     """None while the row's transaction has not ended."""
@@ -70,23 +72,23 @@ class SchemaAnnouncement:
     committed_at: int
 
 
-def announcement_rows(found: Sequence[SchemaAnnouncement]) -> pa.RecordBatch:
-    """The records of the `schema` stream."""
+def announcement_rows(announcements: Sequence[SchemaAnnouncement]) -> pa.RecordBatch:
+    """Return the records of the `schema` stream."""
     fields = SCHEMA_STREAM.change_schema()
     columns: dict[str, list[object]] = {
-        change.OP: [Operation.SCHEMA.value] * len(found),
-        change.SEQ: [item.seq for item in found],
-        change.POSITION: [item.position for item in found],
-        change.TX: [item.tx for item in found],
-        change.TX_INDEX: [item.tx_index for item in found],
-        change.COMMITTED_AT: [item.committed_at for item in found],
-        "table": [item.table for item in found],
-        "version": [item.version for item in found],
-        "schema_name": [item.schema.table.schema for item in found],
-        "table_name": [item.schema.table.name for item in found],
-        "definition": [json.dumps(item.definition, ensure_ascii=False) for item in found],
+        change.OP: [Operation.SCHEMA.value] * len(announcements),
+        change.SEQ: [item.seq for item in announcements],
+        change.POSITION: [item.position for item in announcements],
+        change.TX: [item.tx for item in announcements],
+        change.TX_INDEX: [item.tx_index for item in announcements],
+        change.COMMITTED_AT: [item.committed_at for item in announcements],
+        "table": [item.table for item in announcements],
+        "version": [item.version for item in announcements],
+        "schema_name": [item.schema.table.schema for item in announcements],
+        "table_name": [item.schema.table.name for item in announcements],
+        "definition": [json.dumps(item.definition, ensure_ascii=False) for item in announcements],
     }
-    if any(item.position is None for item in found):
+    if any(item.position is None for item in announcements):
         del columns[change.POSITION]
     kept = [field for field in fields if field.name in columns]
     return pa.RecordBatch.from_arrays(

@@ -1,1 +1,1 @@
-"""Settings become running objects here, and each table lives its life; nothing below imports this package."""
+"""Turn settings into a running pipeline; no lower package imports this one."""

@@ -1,8 +1,10 @@
-"""`format("cdc")`: which of the three is meant, and who captures.
+"""Choose what `format("cdc")` reads, and who captures.
 
-With `log` it is a change log, as a stream or as a range; without, a table of a database as it is. With `url` as well a
-stream has its log captured by a process beside it. Spark makes the source to learn its columns, pickles it, and asks
-for readers in other processes.
+- With `log` it reads a change log, as a stream or as a range.
+- Without `log` it reads a table of a database as it is now.
+- A stream with `url` as well has its log captured by a separate process.
+
+Spark makes the source to learn its columns, pickles it, and asks for readers in other processes.
 """
 
 from __future__ import annotations
@@ -33,10 +35,13 @@ FORMAT = "cdc"
 
 
 class CdcSource(DataSource):
-    """`format("cdc")`. Spark finds it by itself (`pyspark_cdc`); `tailrace.register(spark)` does the same at once."""
+    """The data source `format("cdc")`.
+
+    Spark finds it through the module `pyspark_cdc`. `tailrace.register(spark)` registers it at once.
+    """
 
     _frame: LogFrame | None = None
-    """Of a log; stays with the source when Spark pickles it."""
+    """Columns of a log read. They stay with the source when Spark pickles it."""
 
     @classmethod
     def name(cls) -> str:
@@ -48,7 +53,7 @@ class CdcSource(DataSource):
 
     def _columns(self) -> StructType:
         if not is_log_read(self.options):
-            # The database's own code is loaded by those who read it: a task over a log has no use for it.
+            # Imported only here: a task that reads a log has no use for the database's code.
             from tailrace.spark.datasource.table.table_options import ReadOptions
             from tailrace.spark.datasource.table.table_read import snapshot_schema
 
@@ -67,7 +72,7 @@ class CdcSource(DataSource):
 
             return TableBatchReader(ReadOptions.parse(self.options), schema)
         with without_traceback:
-            frame = self._seen()
+            frame = self._resolved_frame()
             frame.options.refuse_for_read()
         return LogBatchReader(frame, schema)
 
@@ -75,20 +80,23 @@ class CdcSource(DataSource):
         try:
             if not is_log_read(self.options):
                 raise option_error("log", "is missing", LOG_HINT)
-            frame = self._seen()
+            frame = self._resolved_frame()
             frame.options.refuse_for_stream()
             return _stream_reader(frame.options)(frame, schema, capture_of(frame.options))
         except TailraceError as error:
             return RefusedStream(error)
 
-    def _seen(self) -> LogFrame:
+    def _resolved_frame(self) -> LogFrame:
         if self._frame is None:
-            raise ConfigError("a change log has columns of its own", hint="Leave out `.schema(…)`.")
+            raise ConfigError("a change log has its own columns", hint="Leave out `.schema(…)`.")
         return self._frame
 
 
 def _stream_reader(options: LogOptions) -> Callable[[LogFrame, StructType, Capture | None], DataSourceStreamReader]:
-    """Spark 4.1, which Iceberg tables need, cannot be told how much to read at once, and has all else."""
+    """Return the reader class for this Spark.
+
+    Spark 4.1, which Iceberg tables need, lacks only limits on how much to read at once.
+    """
     try:
         from tailrace.spark.datasource.log.stream import LogStreamReader
     except ModuleNotFoundError as exc:
@@ -98,16 +106,16 @@ def _stream_reader(options: LogOptions) -> Callable[[LogFrame, StructType, Captu
         return LogStreamReader
     if options.rows_max is not None or options.bytes_max is not None:
         raise Unsupported(
-            "this Spark reads all there is in each micro-batch: limits need Spark 4.2",
+            "this Spark cannot limit a micro-batch: limits need Spark 4.2",
             pyspark=pyspark.__version__,
-            hint="Leave out `maxRowsPerTrigger` and `maxBytesPerTrigger`; or run the query with a newer Spark, the log "
+            hint="Leave out `maxRowsPerTrigger` and `maxBytesPerTrigger`. Or run the query with a newer Spark: the log "
             "and the checkpoint are the same for all.",
         )
     return Spark41StreamReader
 
 
 def capture_of(options: LogOptions) -> Capture | None:
-    """Who captures beside the stream; nobody, if a pipeline does."""
+    """Return the capture that the stream runs; None if a pipeline captures."""
     if options.url is None:
         return None
     from tailrace.pipeline.capture.embedded_capture import EmbeddedCapture
@@ -123,5 +131,5 @@ def capture_of(options: LogOptions) -> Capture | None:
 
 
 def register(spark: SparkSession) -> None:
-    """Make `format("cdc")` known to a session. Where the package is installed Spark finds it without this."""
+    """Register `format("cdc")` with a session. Where the package is installed, Spark finds it without this."""
     spark.dataSource.register(CdcSource)

@@ -1,4 +1,4 @@
-"""Compile every kernel before it is needed: `make setup` calls this, so that no first change waits for it."""
+"""Compile every kernel in advance: `make setup` calls this, so no first change waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tailrace.transforms.steps.hashes import hmac_sha256, sha256
 
 
 def warm_kernels() -> None:
-    """After this nothing is left to compile for a capture or an apply."""
+    """Compile everything that a capture or an apply needs."""
     warm_capture()
     columns = tuple(Column(name=name, source_type="text", type=pa.string()) for name in ("id", "large"))
     schema = TableSchema(
@@ -30,8 +30,8 @@ def warm_kernels() -> None:
     )
     assert versions.rows.num_rows == 1, versions.rows.num_rows
     partial = pa.Table.from_pylist([_row(1, "update", ["large"])], schema.change_schema())
-    sifted = split_rejects(schema, partial, DeadLetterKeys.none(schema), lambda keys: np.zeros(keys.num_rows, np.bool_))
-    assert sifted.dead_letters.num_rows == 1, sifted.dead_letters.num_rows
+    split = split_rejects(schema, partial, DeadLetterKeys.none(schema), lambda keys: np.zeros(keys.num_rows, np.bool_))
+    assert split.dead_letters.num_rows == 1, split.dead_letters.num_rows
     hidden = [*sha256(pa.array(["x"])).to_pylist(), *hmac_sha256(pa.array(["x"]), b"k").to_pylist()]
     assert [len(text) for text in hidden] == [64, 64], hidden
 

@@ -1,8 +1,7 @@
-"""What a pipeline tells about itself: plain values, shared by the side that measures and the side that shows.
+"""Plain values that report a pipeline. The code that measures and the code that shows share them.
 
-Everything in here is a fact at one moment and can be printed as JSON; nothing holds a connection, a row's
-values or a secret. The names of the fields are the names in `--json`, which scripts rely on: fields are
-added, never renamed.
+Every value is a fact at one moment and can be printed as JSON. None holds a connection, a row's values or a secret. The
+fields have the names that `--json` prints, and scripts rely on them: fields are added, never renamed.
 """
 
 from __future__ import annotations
@@ -18,69 +17,76 @@ from tailrace.errors import ExitCode, TailraceError
 
 
 class TableState(enum.Enum):
-    """Where a table stands in its life: new → seeding → catching_up → live, and what can come between."""
+    """The state of one table: new → seeding → catching_up → live, and others between."""
 
     NEW = "new"
-    """The globs match it and its lake table holds no position of this log. Never stored: it follows from
+    """The globs match the table, and its lake table holds no position of this log. Never stored: it follows from
     that."""
     SEEDING = "seeding"
-    """The first load is reading the source. Set by the process that loads; not stored: a load that died
-    starts again from `new`."""
+    """The first load is reading the source. Set by the process that loads. Not stored: a load that died starts again
+    from `new`."""
     CATCHING_UP = "catching_up"
-    """Loaded, but behind the log as it was when apply last looked. Never stored: it follows from the position
-    in the table's own commit."""
+    """Loaded, but behind the log as it was when apply last looked. Never stored: it follows from the position in the
+    table's own commit."""
     LIVE = "live"
-    """Has applied everything the log held when apply last looked. Never stored, for the same reason."""
+    """Everything that the log held when apply last looked is applied. Never stored: it follows from the same
+    position."""
     REFRESHING = "refreshing"
-    """Being loaded anew while its old contents stay readable. Set by apply when rows changed at rest; stored
-    until the load's commit."""
+    """A reload runs while the old rows stay readable. Set by apply when rows at rest have changed. Stored until the
+    load commit."""
     PAUSED = "paused"
-    """Held back by an operator. Stored until the operator resumes it."""
+    """An operator holds the table back. Stored until the operator resumes it."""
     LOADED = "loaded"
-    """Loaded once, and left so: its mode is `initial_only`. Never stored: it follows from the mode."""
+    """The table is loaded once and gets no changes: its mode is `initial_only`. Never stored: it follows from the
+    mode."""
     FAILED = "failed"
-    """An error that a person must mend; the other tables go on. Set by capture or apply; stored with its
-    reason until a start finds the cause gone."""
+    """An error that a person must fix; the other tables continue. Set by capture or apply. Stored with its reason until
+    a start finds the cause gone."""
     NEEDS_SNAPSHOT = "needs_snapshot"
-    """Only a load brings it what it lacks: the log no longer holds that, or it changed at rest and its mode (or a
-    person who stopped the load) is against loading it by itself. Set by apply; never stored: it follows from
-    what the log has let go, and from the shapes of both sides."""
+    """Only a load can bring what the table lacks, and it does not start automatically.
+
+    Either the log no longer holds the changes; or rows at rest have changed, and the load mode or a person who stopped
+    the load forbids a reload. Set by apply. Never stored: it follows from what the log has trimmed and from the schemas
+    of both sides.
+    """
 
     @property
     def is_applying(self) -> bool:
-        """Whether it is loaded and its changes are applied."""
+        """Return whether the table is loaded and its changes are applied."""
         return self in (TableState.CATCHING_UP, TableState.LIVE)
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the table goes nowhere until a person acts."""
+        """Return whether the table makes no progress until a person acts."""
         return self in (TableState.FAILED, TableState.NEEDS_SNAPSHOT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadStatus:
-    """A load that is under way, or was when its process was last heard of."""
+    """A load that runs, or ran when its process last reported."""
 
     stage: str
-    """`waiting` for transactions that were open when it began, `reading`, `landing`, `replaying` what was committed
-    meanwhile, or `paused`."""
+    """The stage: `waiting`, `reading`, `landing`, `replaying` or `paused`.
+
+    `waiting` is for transactions that were open at the start. `replaying` applies what was committed during the load.
+    """
     way: str
-    """`exact`: in one snapshot; `chunked`: every chunk in one of its own."""
+    """`exact`: one snapshot for the whole table. `chunked`: one snapshot per chunk."""
     mode: str
     """`replace` or `refresh`."""
     chunks: int = 0
     chunks_done: int = 0
     rows: int = 0
     bytes: int = 0
-    """Of the source that are read, about; `bytes_total` are expected."""
+    """Bytes read from the source, about."""
     bytes_total: int = 0
     seconds: float = 0.0
     rows_per_second: float = 0.0
     seconds_left: float | None = None
     backing_off: bool = False
-    """Whether it goes slower because the source is busy."""
+    """True while the load is slowed down because the source is busy."""
     waiting_for: str | None = None
-    """How many transactions it waits for and whose the oldest is, once that takes a while."""
+    """Number of open transactions that it waits for, and the owner of the oldest. Set after a while."""
 
     def to_json(self) -> dict[str, Any]:
         return _fields(self)
@@ -88,14 +94,14 @@ class LoadStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """A load that has landed."""
+    """A load whose rows are committed."""
 
     landed_at: float
     mode: str
     way: str
     rows: int
     bytes: int
-    """Of the source, about."""
+    """Bytes read from the source, about."""
     seconds: float
     rows_per_second: float
 
@@ -105,19 +111,19 @@ class LoadResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TableStatus:
-    """One table: how far it is and, if it stands still, why and what to do."""
+    """One table: its position and, if it is stopped, the reason and the remedy."""
 
     schema: str
     table: str
     state: TableState
     path: str
-    """Where its lake table lies."""
+    """Path of the lake table."""
     mode: str = "mirror"
-    """What it holds: `mirror`, `mirror, soft delete`, `append` or `history`."""
+    """Mode of the lake table: `mirror`, `mirror, soft delete`, `append` or `history`."""
     reason: str | None = None
-    """The code of the error that stopped it, e.g. `schema-changed`."""
+    """Code of the error that stopped the table, e.g. `schema-changed`."""
     detail: str | None = None
-    """That error's text."""
+    """Text of that error."""
     hint: str | None = None
     rows_captured: int = 0
     rows_applied: int = 0
@@ -128,27 +134,27 @@ class TableStatus:
     lag_bytes: int | None = None
     lag_seconds: float | None = None
     bytes_changed: int = 0
-    """Of the changes that were applied since the process began that does this, as a table's files would hold them;"""
+    """Size of the changes applied since the process started, as they are in a table's files."""
     bytes_written: int = 0
-    """and of all files that were written for them, for new shapes, and to join files."""
+    """Size of all files written since then, also for schema changes and compaction."""
     write_amplification: float | None = field(init=False, default=None)
-    """The second over the first; None before the first change."""
+    """`bytes_written` divided by `bytes_changed`; None before the first change."""
     dead_letters: int = 0
-    """Changes that it could not take and that were set aside."""
+    """Number of open dead letters."""
     note: str | None = None
-    """Something worth knowing that stops nothing, e.g. the SQL that would let updates be captured too."""
+    """Advice that stops nothing, e.g. the SQL that would let updates be captured too."""
     load: LoadStatus | None = None
     last_load: LoadResult | None = None
-    """The last one that has landed since the process began that does this."""
+    """The last load that the applying process has committed since it started."""
 
     def __post_init__(self) -> None:
         if self.state is TableState.FAILED and not self.reason:
-            raise ValueError("a failed table says why: give `reason`, the code of its error")
+            raise ValueError("a failed table has no `reason`: give the code of its error")
         object.__setattr__(self, "write_amplification", amplification([self]))
 
     @property
     def name(self) -> str:
-        """For people only: two tables can share it, when a name holds a dot."""
+        """The name for people only: two tables share it if a name holds a dot."""
         return f"{self.schema}.{self.table}"
 
     def to_json(self) -> dict[str, Any]:
@@ -157,7 +163,7 @@ class TableStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class LogStatus:
-    """The change log: what it spans and what it weighs."""
+    """The change log: its commits, its position and its size."""
 
     path: str
     id: str | None = None
@@ -165,11 +171,11 @@ class LogStatus:
     first_commit: int | None = None
     last_commit: int | None = None
     position: str | None = None
-    """The source position it reaches."""
+    """Source position that the log has reached."""
     bytes: int = 0
-    """Of the rows that are kept."""
+    """Size of the rows that are kept."""
     disk_bytes: int | None = None
-    """All it takes on disk, what is replaced and not yet removed included; None where it was not measured."""
+    """Size on disk; None where it was not measured. Replaced files that are not removed yet count."""
     last_seq: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -178,7 +184,7 @@ class LogStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceStatus:
-    """The database, as far as it could be asked."""
+    """The database, as far as it answered."""
 
     reachable: bool
     place: str
@@ -186,9 +192,9 @@ class SourceStatus:
     slot: str | None = None
     slot_active: bool | None = None
     retained_bytes: int | None = None
-    """What the server keeps for us on its own disk."""
+    """Size of the source log that the server keeps for the slot."""
     position: str | None = None
-    """The end of the server's log."""
+    """End of the source log."""
 
     def to_json(self) -> dict[str, Any]:
         return _fields(self)
@@ -200,14 +206,14 @@ class PipelineStatus:
 
     name: str
     running: bool
-    """Whether any of its processes is alive."""
+    """True while any process of the pipeline is alive."""
     source: SourceStatus
     log: LogStatus
     tables: tuple[TableStatus, ...] = ()
     capture_pid: int | None = None
     apply_pid: int | None = None
     merging_share: float | None = None
-    """Which part of the last minute went into merging changes into tables; None while nobody applies."""
+    """Share of the last minute spent on merging changes. None while no process applies."""
 
     def to_json(self) -> dict[str, Any]:
         return _fields(self)
@@ -215,7 +221,7 @@ class PipelineStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a command did, said once when it ends."""
+    """The result of a command, reported once when it ends."""
 
     name: str
     command: str
@@ -232,19 +238,19 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedTable:
-    """What the log keeps of one table, or of one of its own streams."""
+    """One table, or one system stream, as the log keeps it."""
 
     number: int
-    """The log's own for it: its folder below `cold/` and `schemas/`."""
+    """The log's own number of the table: its folder below `cold/` and `schemas/`."""
     schema: str
-    """Empty for the log's own streams."""
+    """Database schema; empty for the log's system streams."""
     table: str
     versions: int
-    """How many shapes it has had."""
+    """Number of schema versions that the table has had."""
     rows: int = 0
     bytes: int = 0
     files: int = 0
-    """Sealed ones."""
+    """Number of sealed files."""
     first_commit: int | None = None
     last_commit: int | None = None
     rows_trimmed: int = 0
@@ -256,16 +262,16 @@ class LoggedTable:
 
 @dataclass(frozen=True, kw_only=True)
 class TableEvolution:
-    """What would be done to a lake table for what became of its source."""
+    """The work that a run would do on a lake table after changes at its source."""
 
     schema: str
     table: str
     action: str
     """`none`, `apply`, `refresh` or `stop`."""
     steps: tuple[str, ...] = ()
-    """What is done to the lake table first, in order."""
+    """The steps on the lake table that come first, in order."""
     why: str | None = None
-    """Why it is loaded anew, or stops, or nothing is done."""
+    """The reason for a reload, for a stop, or for doing nothing."""
     hint: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -274,14 +280,14 @@ class TableEvolution:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedSchemaVersion:
-    """One version of a table's shape, and what became of the table with it."""
+    """One version of a table's schema, with its schema change."""
 
     number: int
     schema: str
     table: str
     version: int
     position: str | None
-    """Of the first row that has it; None where the log does not keep that record any more."""
+    """Position of the first row with this version. None where the log no longer keeps that record."""
     committed_at: str | None
     definition: dict[str, Any]
 
@@ -295,16 +301,16 @@ class LoggedSchemaVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class LogOverview:
-    """What a log holds and takes."""
+    """The contents of a log and its size on disk."""
 
     path: str
     id: str
     source: str
     first_commit: int | None
-    """The oldest that is kept, wholly or in part; None if none is."""
+    """The oldest commit that is kept, wholly or in part; None if none is."""
     last_commit: int | None
     sealed_commit: int | None
-    """The last one that is in Parquet files."""
+    """The last commit that is in sealed files."""
     transactions: int
     rows: int
     rows_trimmed: int
@@ -313,18 +319,18 @@ class LogOverview:
     written_from: str | None
     written_to: str | None
     committed_to: str | None
-    """When its last transaction was committed at the source."""
+    """Time at which the source committed the log's last transaction."""
     bytes: int
-    """All it takes on disk, what is replaced and not yet removed included."""
+    """Size on disk, including replaced files that are not removed yet."""
     hot_bytes: int
     big_bytes: int
     cold_bytes: int
     lake_tables: int
-    """Tables that say how far they are."""
+    """Number of lake tables that report their progress."""
     consumers: int
-    """Readers that do."""
+    """Number of named readers that report their progress."""
     gaps: tuple[int, ...] = ()
-    """Commits before which changes are missing: the source had discarded them unread."""
+    """Commits with a gap before them: the source had discarded changes before capture read them."""
     tables: tuple[LoggedTable, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -333,7 +339,7 @@ class LogOverview:
 
 @dataclass(frozen=True, kw_only=True)
 class LogProblem:
-    """Something in a log that is not as it was written."""
+    """One part of a log that is not as it was written."""
 
     path: str
     message: str
@@ -342,7 +348,7 @@ class LogProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class LogVerifyResult:
-    """What a look at every byte of a log came to."""
+    """The result of checking every byte of a log."""
 
     path: str
     ok: bool
@@ -353,7 +359,7 @@ class LogVerifyResult:
     seconds: float
     problems: tuple[LogProblem, ...] = ()
     problems_total: int = 0
-    """More than are listed, if they were very many."""
+    """Number of problems; `problems` lists only the first of very many."""
 
     def to_json(self) -> dict[str, Any]:
         return _fields(self)
@@ -361,17 +367,17 @@ class LogVerifyResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSealResult:
-    """What sealing by hand did."""
+    """The result of `tailrace log FILE seal`."""
 
     commits: int
     rows: int
     bytes: int
-    """Of the Parquet files that were written."""
+    """Size of the Parquet files that were written."""
     seals: int
     joined: int
-    """Small seals that were made one with their neighbours."""
+    """Number of small seals that were merged with their neighbours."""
     removed: int
-    """Files that others had replaced, and whose grace period was over."""
+    """Number of replaced files removed after their grace period."""
     sealed_commit: int | None
     seconds: float
 
@@ -381,26 +387,29 @@ class LogSealResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LogReaderStatus:
-    """A lake table or a named consumer, as it last said how far it is."""
+    """A lake table or a named consumer, with the progress it last reported."""
 
     kind: str
     """`table` or `consumer`."""
     name: str
     tables: tuple[str, ...] | None
-    """What it reads; None means everything."""
+    """The tables it reads; None means all."""
     state: str
-    """`live`; `expired`: not heard of for too long; `detached`: it has lost rows. Only a live one is waited for."""
+    """`live`; `expired`: silent for too long; `detached`: it has lost rows.
+
+    The log keeps rows for live readers only.
+    """
     commit: int
     seq: int
     position: str | None
     behind_commits: int
     behind_rows: int
-    """At most: of what is sealed, whole row groups count."""
+    """Upper bound of the rows to read: of sealed files, whole row groups count."""
     held_bytes: int
-    """What the log keeps for it; others may need the same."""
+    """Size of what the log keeps for this reader; others may need the same rows."""
     seen_at: str
     expires_at: str | None
-    """None: never."""
+    """Time of expiry; None means never."""
 
     def to_json(self) -> dict[str, Any]:
         return _fields(self)
@@ -408,7 +417,7 @@ class LogReaderStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class LogTrimResult:
-    """What trimming by hand let go, and who keeps the rest."""
+    """The result of `tailrace log FILE trim`, and the readers that hold the rest."""
 
     commits: int
     files: int
@@ -416,7 +425,7 @@ class LogTrimResult:
     bytes: int
     first_commit: int | None
     unsealed_commits: int
-    """Not sealed yet, so not even looked at."""
+    """Number of commits that trimming skipped because they are not sealed yet."""
     readers: tuple[LogReaderStatus, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -424,31 +433,34 @@ class LogTrimResult:
 
 
 class Observer(Protocol):
-    """Someone watching a pipeline. Both calls return soon, never raise, and may come from any thread; missing
-    one loses nothing but a view of that moment."""
+    """A viewer of a running pipeline.
+
+    Both calls return soon, never raise, and may come from any thread. A missed call loses nothing but the view of that
+    moment.
+    """
 
     def tick(self, status: PipelineStatus) -> None:
-        """The state now; called about twice a second."""
+        """Show the current status; called about twice a second."""
 
     def event(self, text: str, **fields: object) -> None:
-        """Something happened that is worth a line: a lower-case fragment, and its identifiers as fields."""
+        """Show an event: a lower-case fragment, and its identifiers as fields."""
 
 
 def amplification(tables: Iterable[TableStatus]) -> float | None:
-    """How many bytes were written for one of changes; None where there were none."""
+    """Return the bytes written per byte of changes; None without changes."""
     counts = [(table.bytes_written, table.bytes_changed) for table in tables]
     changed = sum(count for _, count in counts)
     return sum(count for count, _ in counts) / changed if changed else None
 
 
 def tables_exit_code(tables: Iterable[TableStatus]) -> ExitCode:
-    """How a command that waited for these tables ends: TABLE if one of them cannot go on."""
+    """Return the exit code after waiting for these tables: TABLE if one is blocked."""
     return ExitCode.TABLE if any(table.state.is_blocked for table in tables) else ExitCode.OK
 
 
 def error_to_json(error: TailraceError) -> dict[str, Any]:
-    """An error as `--json` prints it; `error_from_json` gives it back in another process."""
-    # A position or a table's name is what people call it: what an error says in another process is what it says here.
+    """Return the error as `--json` prints it; `error_from_json` restores it in another process."""
+    # Positions and table names become text, so the error reads the same in another process.
     fields = {
         name: str(value) if dataclasses.is_dataclass(value) else _plain(value) for name, value in error.fields.items()
     }
@@ -456,7 +468,7 @@ def error_to_json(error: TailraceError) -> dict[str, Any]:
 
 
 def error_from_json(stored: Mapping[str, Any]) -> TailraceError:
-    """The error of the class its code names; the root class for a code this version does not know."""
+    """Return an error of the class that its code names, or of the root class."""
     kind = errors.error_class(stored["code"])
     return kind(stored["message"], hint=stored["hint"], **stored["fields"])
 

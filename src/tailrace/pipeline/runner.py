@@ -1,7 +1,7 @@
-"""The commands' work: run, capture, apply, drop. Starts what is needed, watches it, ends it.
+"""Run the commands `run`, `capture`, `apply` and `drop`: start processes, watch them, end them.
 
-`run` keeps capture in a child process, so that a pause or an out-of-memory kill of the Spark side never costs
-the source's connection. All processes stay in one process group and none outlives its parent.
+`run` keeps capture in a child process, so a pause or an out-of-memory kill of the Spark side never costs the source's
+connection. All processes stay in one process group, and none outlives its parent.
 """
 
 from __future__ import annotations
@@ -31,36 +31,42 @@ from tailrace.processes import die_with_parent
 
 TICK_SECONDS = 0.5
 STILL_TICKS_MAX = 10
-"""For which a log that nobody writes to is waited for."""
+"""Ticks to wait for a log that no process writes."""
 POINT_TICKS_MAX = 10
-"""For which a run that has caught up waits until all tables can be told as of one point."""
+"""Ticks that a run waits, once caught up, for a consistent point with all tables."""
 
 
 @contextmanager
-def stop_signal(asked: threading.Event | None = None) -> Iterator[threading.Event]:
-    """An event that SIGTERM sets; Ctrl-C stays an exception. Elsewhere than in the main thread, never set."""
-    asked = asked or threading.Event()
+def stop_signal(stop_requested: threading.Event | None = None) -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM sets; Ctrl-C stays an exception.
+
+    Outside the main thread SIGTERM never sets it.
+    """
+    stop_requested = stop_requested or threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield stop_requested
         return
 
     def ask(_number: int, _frame: FrameType | None) -> None:
-        asked.set()
+        stop_requested.set()
 
     before = signal.signal(signal.SIGTERM, ask)
     try:
-        yield asked
+        yield stop_requested
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 class _SigtermReceived(BaseException):
-    """SIGTERM came while nothing ran yet that looks for it."""
+    """SIGTERM arrived before anything ran that checks for it."""
 
 
 @contextmanager
 def _stopped_at_once() -> Iterator[None]:
-    """SIGTERM ends what is done here, like Ctrl-C: a new slot may wait for others' transactions for hours."""
+    """Let SIGTERM end this block like Ctrl-C.
+
+    A new slot may wait for other sessions' transactions for hours.
+    """
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise _SigtermReceived
@@ -83,14 +89,15 @@ def capture(
     child: bool = False,
     take_over: bool = False,
 ) -> Summary:
-    """Capture into the log until stopped or, if asked, until everything committed before the start is in.
+    """Capture into the log until stopped or, on request, until caught up.
 
-    As a child of `run` it goes on after catching up: the log must not stop while tables are being loaded.
+    Caught up means that everything committed before the start is in the log. As a child of `run` it continues after
+    that: the log must not stop while tables are being loaded.
     """
     if child:
         die_with_parent()
     begun = time.monotonic()
-    with stop_signal() as asked:
+    with stop_signal() as stop_requested:
         try:
             with _stopped_at_once():
                 capturing = LogCapture(settings, until_caught_up=until_caught_up, take_over=take_over)
@@ -100,17 +107,17 @@ def capture(
                 command="capture",
                 seconds=time.monotonic() - begun,
                 exit_code=ExitCode.INTERRUPTED if until_caught_up and not child else ExitCode.OK,
-                message="stopped before it began",
+                message="stopped before it started",
             )
-        # What the libraries made stays for ever; looking through it again and again holds up a window for 100 ms.
+        # Objects of imported libraries live for ever; collecting them again and again delays a window by 100 ms.
         gc.collect()
         gc.freeze()
         observer.event("capture started", position=capturing.log.position, slot=capturing.source.settings.slot)
 
         def stopping() -> bool:
-            return asked.is_set() or (until_caught_up and not child and capturing.runtime.caught_up)
+            return stop_requested.is_set() or (until_caught_up and not child and capturing.runtime.caught_up)
 
-        # The status is for people; a child has none to show it to.
+        # The status is for people, and a child has no output for them.
         with _watched(settings, observer, None if child else capturing):
             capturing.run(stopping)
     done = capturing.runtime.progress
@@ -128,7 +135,7 @@ def capture(
 
 @contextmanager
 def _watched(settings: PipelineSettings, observer: Observer, capturing: LogCapture | None) -> Iterator[None]:
-    """Tell the observer about twice a second how a capture stands."""
+    """Report the status of a capture to the observer about twice a second."""
     if capturing is None:
         yield
         return
@@ -136,18 +143,18 @@ def _watched(settings: PipelineSettings, observer: Observer, capturing: LogCaptu
     source = capturing.source
 
     def watch() -> None:
-        lives, lag = (
-            TableRegistry(ChangeLog.open(settings.log.path), settings.tables.layout, tells=False),
+        registry, lag = (
+            TableRegistry(ChangeLog.open(settings.log.path), settings.tables.layout, logs_changes=False),
             SourceWatch(source),
         )
         for table in source.tables():
-            lives.add(table.table, table)
+            registry.add(table.table, table)
         while not done.wait(TICK_SECONDS):
-            lives.refresh_index()
-            observer.tick(measure(settings, lives, source, lag.lag()))
+            registry.refresh_index()
+            observer.tick(measure(settings, registry, source, lag.lag()))
 
     def guarded() -> None:
-        with suppress(TailraceError):  # a status that cannot be had stops nothing
+        with suppress(TailraceError):  # a failing status stops nothing
             watch()
 
     watcher = threading.Thread(target=guarded, name="tailrace-watch", daemon=True)
@@ -167,23 +174,23 @@ def run(
     stop: threading.Event | None = None,
     take_over: bool = False,
 ) -> Summary:
-    """The whole pipeline, until it is caught up or `stop` is set."""
-    with stop_signal(stop) as asked:
-        identify(settings.source.url)  # the common mistakes, told before anything is started
+    """Run the whole pipeline until it is caught up or `stop` is set."""
+    with stop_signal(stop) as stop_requested:
+        identify(settings.source.url)  # report common mistakes before anything starts
         child = CaptureChild.of(settings, until_caught_up=until_caught_up, take_over=take_over)
         try:
-            log = child.wait_for_log(asked)
+            log = child.wait_for_log(stop_requested)
             if log is None:
                 code = ExitCode.INTERRUPTED if until_caught_up else ExitCode.OK
-                said = "stopped before it began"
-                return Summary(name=settings.name, command="run", seconds=0.0, exit_code=code, message=said)
+                message = "stopped before it started"
+                return Summary(name=settings.name, command="run", seconds=0.0, exit_code=code, message=message)
             return _apply(
                 settings,
                 log,
                 "run",
                 until_caught_up=until_caught_up,
                 observer=observer,
-                asked=asked,
+                stop_requested=stop_requested,
                 capture_alive=child.check,
                 take_over=take_over,
             )
@@ -193,14 +200,12 @@ def run(
 
 def apply(settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool = False) -> Summary:
     """Load tables and apply what the log holds."""
-    with stop_signal() as asked:
+    with stop_signal() as stop_requested:
         log = ChangeLog.open(settings.log.path)
-        found = identify(settings.source.url)
-        if (found.system, found.database) != (log.source.system, log.source.database):
+        source = identify(settings.source.url)
+        if (source.system, source.database) != (log.source.system, log.source.database):
             raise LogForeign(
-                "the log belongs to another source",
-                log=log.path,
-                hint="Point `source.url` at the database this log was made from.",
+                "the log belongs to another source", log=log.path, hint="Set `source.url` to the database of this log."
             )
         return _apply(
             settings,
@@ -208,7 +213,7 @@ def apply(settings: PipelineSettings, *, until_caught_up: bool, observer: Observ
             "apply",
             until_caught_up=until_caught_up,
             observer=observer,
-            asked=asked,
+            stop_requested=stop_requested,
             capture_alive=None,
             take_over=take_over,
         )
@@ -221,62 +226,61 @@ def _apply(
     *,
     until_caught_up: bool,
     observer: Observer,
-    asked: threading.Event,
+    stop_requested: threading.Event,
     capture_alive: Callable[[], None] | None,
     take_over: bool,
 ) -> Summary:
-    from tailrace.pipeline.apply.applier import Applier  # pyspark comes with it, and capture must not
+    from tailrace.pipeline.apply.applier import Applier  # it imports pyspark, and capture must not
 
     started = time.monotonic()
     source = open_source_for_log(settings, log, loads=True)
-    held = LogLease(log.path, APPLIER_LEASE, take_over=take_over)
+    lease = LogLease(log.path, APPLIER_LEASE, take_over=take_over)
     try:
         horizon = source.committed_until() if until_caught_up and capture_alive else None
-        applying = Applier(settings, log, source)
+        applier = Applier(settings, log, source)
         try:
-            applying.discover()
+            applier.discover()
             if until_caught_up:
-                applying.stop_resting()
-            observer.event("starting Spark", tables=len(applying.registry.tables))
-            applying.start()
-            watch, goal = SourceWatch(source), None if horizon else applying.registry.refresh_index()
-            caught_up, still, unpointed = False, 0, 0
-            while not asked.is_set():
-                held.check()
-                applying.check()
+                applier.stop_resting()
+            observer.event("starting Spark", tables=len(applier.registry.tables))
+            applier.start()
+            watch, goal = SourceWatch(source), None if horizon else applier.registry.refresh_index()
+            caught_up, still_ticks, point_ticks = False, 0, 0
+            while not stop_requested.is_set():
+                lease.check()
+                applier.check()
                 if capture_alive:
                     capture_alive()
-                applying.registry.refresh_index()
-                if goal is None and horizon is not None and applying.registry.index.position >= horizon:
-                    goal = applying.registry.index.last_commit
-                status = measure(settings, applying.registry, source, watch.lag(), applying.merging_share)
+                applier.registry.refresh_index()
+                if goal is None and horizon is not None and applier.registry.index.position >= horizon:
+                    goal = applier.registry.index.last_commit
+                status = measure(settings, applier.registry, source, watch.lag(), applier.merging_share)
                 observer.tick(status)
                 write_status_file(log.path, status)
-                applying.retention_holds.publish()
-                caught_up = goal is not None and applying.is_caught_up(goal)
+                applier.retention_holds.publish()
+                caught_up = goal is not None and applier.is_caught_up(goal)
                 if until_caught_up and caught_up:
-                    unpointed += 1
-                    if applying.ensure_complete_point() or capture_alive is None or unpointed > POINT_TICKS_MAX:
+                    point_ticks += 1
+                    if applier.ensure_complete_point() or capture_alive is None or point_ticks > POINT_TICKS_MAX:
                         break
                 if until_caught_up and capture_alive is None and goal is not None:
-                    still = still + 1 if _nobody_captures(log) and applying.waits_for_log(goal) else 0
-                    if still > STILL_TICKS_MAX:
+                    still_ticks = still_ticks + 1 if _nobody_captures(log) and applier.waits_for_log(goal) else 0
+                    if still_ticks > STILL_TICKS_MAX:
                         raise NotCaptured(
-                            "what was loaded is newer than the log, and nobody captures",
+                            "the loaded rows are newer than the log, and no capture runs",
                             log=log.path,
-                            hint="Start `tailrace capture FILE` beside it, or use `tailrace run FILE`. What was "
-                            "loaded stays.",
+                            hint="Start `tailrace capture FILE` too, or use `tailrace run FILE`. The loaded rows stay.",
                         )
-                asked.wait(TICK_SECONDS)
+                stop_requested.wait(TICK_SECONDS)
         finally:
-            applying.stop()
-            applying.retention_holds.publish(now=True)
-            write_status_file(log.path, measure(settings, applying.registry, source, None))
-        status = measure(settings, applying.registry, source, watch.lag())
+            applier.stop()
+            applier.retention_holds.publish(now=True)
+            write_status_file(log.path, measure(settings, applier.registry, source, None))
+        status = measure(settings, applier.registry, source, watch.lag())
         stopped = until_caught_up and not caught_up
-        return _summary(settings, command, started, status, applying.registry.index, stopped=stopped)
+        return _summary(settings, command, started, status, applier.registry.index, stopped=stopped)
     finally:
-        held.release()
+        lease.release()
 
 
 def _nobody_captures(log: ChangeLog) -> bool:
@@ -286,12 +290,12 @@ def _nobody_captures(log: ChangeLog) -> bool:
 def _summary(
     settings: PipelineSettings, command: str, started: float, status: PipelineStatus, index: LogIndex, *, stopped: bool
 ) -> Summary:
-    broken, count = sum(table.state.is_blocked for table in status.tables), len(status.tables)
-    message = "every table holds all that was asked for"
-    if broken:
-        message = f"{count - broken} of {count} tables hold all that was asked for"
+    blocked, count = sum(table.state.is_blocked for table in status.tables), len(status.tables)
+    message = "every table is up to date"
+    if blocked:
+        message = f"{count - blocked} of {count} tables are up to date"
     if stopped:
-        message = "stopped before it had caught up"
+        message = "stopped before it was caught up"
     return Summary(
         name=settings.name,
         command=command,
@@ -307,8 +311,8 @@ def _summary(
 def drop(settings: PipelineSettings) -> list[str]:
     """Remove slot and publications; log and tables stay."""
     log = ChangeLog.open(settings.log.path)
-    held = LogLease(log.path)
+    lease = LogLease(log.path)
     try:
         return open_source(settings, log.log_id).drop()
     finally:
-        held.release()
+        lease.release()

@@ -1,1 +1,1 @@
-"""The capture loop: read, append, record, confirm, in that order."""
+"""The capture loop as a library: read, append, record, confirm, in that order."""

@@ -1,7 +1,7 @@
-"""A handle on a running runtime for other threads: pause, resume, ask for a snapshot, stop one, ask how it is.
+"""Control of a running runtime from other threads: pause, resume, snapshots and status.
 
-Nothing is done here: wishes are noted, and the runtime's own thread does them when it polls next. Whoever waits inside
-`poll` is woken at once, so a paused runtime hears `resume` without being polled again.
+Nothing is done here. Requests are stored, and the runtime's own thread carries them out at its next poll. A thread that
+waits inside `poll` is woken at once, so a paused runtime reacts to `resume` without another poll.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tailrace.model.schema import TableId
 from tailrace.runtime.observers import Health, Status
 
 REQUESTS_MAX = 100
-"""Snapshots that wait for the one under way."""
+"""Most snapshots that may wait for the one under way."""
 SNAPSHOT_ID = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotRequest:
-    """A snapshot that somebody asked for."""
+    """A request for a snapshot, from a caller of `Control`."""
 
     tables: tuple[TableId, ...]
     where: str | None = None
@@ -32,48 +32,51 @@ class SnapshotRequest:
 
 
 def require_distinct_tables(tables: Iterable[TableId]) -> tuple[TableId, ...]:
-    """The tables, if each is named once, and by a `TableId`: a dot in a text could stand anywhere in the name."""
+    """Return the tables; refuse anything but distinct `TableId`s.
+
+    In a string the dot between schema and name would be ambiguous: a name may contain one.
+    """
     if not isinstance(tables, Iterable):
-        raise ConfigError("that is no list of tables", found=type(tables).__name__, hint="Give `[TableId(…)]`.")
-    found = tuple(tables)
-    for table in found:
+        raise ConfigError("tables are not a list", found=type(tables).__name__, hint="Pass `[TableId(…)]`.")
+    checked = tuple(tables)
+    for table in checked:
         if not isinstance(table, TableId):
             raise ConfigError(
-                "a table is not named by a `TableId`",
+                "table is not a `TableId`",
                 found=type(table).__name__,
-                hint='Give schema and name apart: `[TableId("public", "orders")]`.',
+                hint='Pass schema and name separately: `[TableId("public", "orders")]`.',
             )
-    twice = next((table for table in found if found.count(table) > 1), None)
+    twice = next((table for table in checked if checked.count(table) > 1), None)
     if twice is not None:
-        raise ConfigError("a table is named twice", table=twice, hint="Name it once: all its rows would come twice.")
-    return found
+        raise ConfigError("table is named twice", table=twice, hint="Name it once: all its rows would be read twice.")
+    return checked
 
 
 class Control:
-    """Usable from any thread, for as long as its runtime lives."""
+    """A handle on a runtime, for any thread, valid as long as the runtime exists."""
 
     def __init__(
         self, status: Callable[[], Status], *, snapshots: bool, under_way: Callable[[], str | None] = lambda: None
     ) -> None:
         self._status, self._snapshots, self._under_way = status, snapshots, under_way
-        self._beginning: str | None = None
-        """It waits no more, and is not under way yet."""
+        self._starting: str | None = None
+        """Id of a request that no longer waits and is not under way yet."""
         self._changed = threading.Condition()
         self._paused = False
-        self._wishes: deque[SnapshotRequest] = deque()
+        self._requests: deque[SnapshotRequest] = deque()
         self._stopped: set[str] = set()
-        self._stop_under_way = False
-        self._never_begun: list[str] = []
-        """Given up while they waited, and not told of yet."""
+        self._stop_current = False
+        self._cancelled: list[str] = []
+        """Ids of requests that were stopped while they waited, and not reported yet."""
 
     def pause(self) -> None:
-        """Hand nothing out from the next poll on. What was handed out can be acknowledged."""
+        """Hand out nothing from the next poll on. A batch handed out before can still be acknowledged."""
         with self._changed:
             self._paused = True
             self._changed.notify_all()
 
     def resume(self) -> None:
-        """Go on."""
+        """End a pause."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
@@ -83,45 +86,56 @@ class Control:
         return self._paused
 
     def snapshot(self, *tables: TableId, where: str | None = None) -> str:
-        """Read tables again while the stream goes on, or those of their rows that fulfil a condition in the source's
-        SQL; the snapshot's id. They are read in the order of asking."""
+        """Ask for tables to be read again while the stream continues; return the snapshot's id.
+
+        `where` limits it to rows that fulfil a condition in the source's SQL. Snapshots are read in the order of the
+        requests.
+        """
         if not self._snapshots:
-            raise Unsupported("this runtime cannot read tables", hint="Its source cannot, or a log keeps its place.")
+            raise Unsupported(
+                "runtime cannot read tables",
+                hint="Use a source that can, and a checkpoint store instead of a change log.",
+            )
         if not tables:
-            raise ConfigError("a snapshot needs tables", hint="Name them: `control.snapshot(TableId(…))`.")
+            raise ConfigError("snapshot has no tables", hint="Name them: `control.snapshot(TableId(…))`.")
         if where is not None and len(tables) > 1:
-            raise ConfigError("a condition is for one table", hint="Ask for a snapshot of each table.")
+            raise ConfigError("condition is for several tables", hint="Ask for one snapshot per table.")
         if where is not None and not isinstance(where, str):
-            raise ConfigError("a condition is a text", hint='It is what would follow WHERE: `where="id > 7"`.')
-        wish = SnapshotRequest(tables=require_distinct_tables(tables), where=where)
+            raise ConfigError("condition is not a string", hint='Pass what would follow WHERE: `where="id > 7"`.')
+        request = SnapshotRequest(tables=require_distinct_tables(tables), where=where)
         with self._changed:
-            if len(self._wishes) >= REQUESTS_MAX:
+            if len(self._requests) >= REQUESTS_MAX:
                 raise RuntimeRefused(
-                    "too many snapshots wait", waiting=len(self._wishes), hint="Wait until some of them are done."
+                    "too many snapshots are waiting",
+                    waiting=len(self._requests),
+                    hint="Wait until some of them are done.",
                 )
-            self._wishes.append(wish)
+            self._requests.append(request)
             self._changed.notify_all()
-        return wish.id
+        return request.id
 
     def stop_snapshot(self, snapshot: str | None = None) -> bool:
-        """Give up a snapshot, or the one under way and all that wait now; whether there was one. What was read of it
-        stays delivered. Where it came before the stream, the stream goes on from its moment."""
+        """Stop a snapshot; return whether there was one to stop.
+
+        Without an id it stops the current one and all that wait now. Rows read so far stay delivered. After a snapshot
+        before the stream, the stream starts at the snapshot's position.
+        """
         if snapshot is not None and not (isinstance(snapshot, str) and SNAPSHOT_ID.fullmatch(snapshot)):
             raise ConfigError(
-                "that is no snapshot's id",
+                "snapshot id is not valid",
                 found=type(snapshot).__name__,
-                hint="Give what `control.snapshot(…)` has returned, or `SnapshotBegun.id`. Nothing gives up all.",
+                hint="Pass what `control.snapshot(…)` has returned, or `SnapshotBegun.id`. To stop all, pass no id.",
             )
         with self._changed:
-            going = {wish.id for wish in self._wishes} | ({self._under_way(), self._beginning} - {None})
-            self._never_begun += [wish.id for wish in self._wishes if snapshot in (None, wish.id)]
-            self._wishes = deque(wish for wish in self._wishes if snapshot not in (None, wish.id))
+            active = {request.id for request in self._requests} | ({self._under_way(), self._starting} - {None})
+            self._cancelled += [request.id for request in self._requests if snapshot in (None, request.id)]
+            self._requests = deque(request for request in self._requests if snapshot not in (None, request.id))
             if snapshot is None:
-                self._stop_under_way = True
+                self._stop_current = True
             else:
                 self._stopped.add(snapshot)
             self._changed.notify_all()
-            return bool(going) if snapshot is None else snapshot in going
+            return bool(active) if snapshot is None else snapshot in active
 
     def status(self) -> Status:
         return self._status()
@@ -129,45 +143,45 @@ class Control:
     def health(self) -> Health:
         return self._status().health
 
-    # What the runtime calls, in its own thread.
+    # The runtime calls these in its own thread.
 
     def wait(self, seconds: float) -> None:
-        """Until somebody wants something, or the time is over."""
+        """Wait until the runtime is not paused, or the time is over."""
         with self._changed:
             self._changed.wait_for(lambda: not self._paused, seconds)
 
     def next_request(self) -> SnapshotRequest | None:
-        """The next snapshot that was asked for, while none is under way: there is nothing to stop any more."""
+        """Take the next snapshot request. Call it only while no snapshot is under way."""
         with self._changed:
             self._forget_stops()
-            wish = self._wishes.popleft() if self._wishes else None
-            self._beginning = None if wish is None else wish.id
-            return wish
+            request = self._requests.popleft() if self._requests else None
+            self._starting = None if request is None else request.id
+            return request
 
     def clear_starting(self) -> None:
-        """What was asked for is under way now, or waits again, or is given up."""
+        """Note that the request taken last is under way, waits again, or was given up."""
         with self._changed:
-            self._beginning = None
+            self._starting = None
 
-    def put_back_request(self, wish: SnapshotRequest) -> None:
-        """It could not be begun now."""
+    def put_back_request(self, request: SnapshotRequest) -> None:
+        """Put back a request that could not be started now."""
         with self._changed:
-            if not self._stop_under_way and wish.id not in self._stopped:
-                self._wishes.appendleft(wish)
+            if not self._stop_current and request.id not in self._stopped:
+                self._requests.appendleft(request)
             else:
-                self._never_begun.append(wish.id)
+                self._cancelled.append(request.id)
 
     def take_cancelled(self) -> list[str]:
-        """Snapshots that were given up before they began, each once."""
+        """Return the snapshots that were stopped before they began, each once."""
         with self._changed:
-            found, self._never_begun = self._never_begun, []
-            return found
+            cancelled, self._cancelled = self._cancelled, []
+            return cancelled
 
     def is_cancelled(self, snapshot: str) -> bool:
-        """Whether somebody has stopped this snapshot, which is under way. It stays so until it is over."""
+        """Return whether the current snapshot was stopped. The answer stays the same until it is over."""
         with self._changed:
-            return self._stop_under_way or snapshot in self._stopped
+            return self._stop_current or snapshot in self._stopped
 
     def _forget_stops(self) -> None:
-        self._stop_under_way = False
+        self._stop_current = False
         self._stopped.clear()

@@ -1,10 +1,9 @@
-"""Changes of the caller's own, on their way to the next batches.
+"""Changes that the caller injects, on their way to the next batches.
 
-They pass the same rules as everything else, in the order of their coming, and one that a rule halts at is passed by
-nothing. They carry no position, whatever they had, and are not kept, so they are not counted among the rows that are:
-their `_seq` is a number below zero, which no change of the source has. It grows, and stays the same when a sink is
-given them again.
-Both rows of a key that changed come in one batch, or not at all.
+They pass the same rules as all changes, in the order of injection. A change that a rule halts at blocks the ones behind
+it. Injected changes lose their position and are not stored. They do not count among the stored rows, so their `_seq` is
+below zero, where no change of the source has its number. It grows, and stays the same when a sink gets the rows again.
+Both rows of a key move are in one batch, or refused.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ from tailrace.transforms.row_images import renumber
 from tailrace.validation import require_instance
 
 INJECTED_MAX = 10_000
+"""Most injected batches that may wait."""
 FIRST_SEQ = -(1 << 63)
-"""To which the time is added, in nanoseconds: a program that is started again does not repeat a number."""
+"""Base of `_seq`. The time in nanoseconds is added, so a restarted program repeats no number."""
 
 
 class InjectedChanges:
-    """What waits to be handed out. Any thread may ask how much that is."""
+    """Injected changes that wait to be handed out. Any thread may ask for their number."""
 
     def __init__(self, rules: TransformRunner, *, as_they_come: bool) -> None:
         self._rules, self._as_they_come = rules, as_they_come
@@ -43,14 +43,14 @@ class InjectedChanges:
 
     def add(self, changes: ChangeBatch | Event) -> None:
         if len(self._waiting) >= INJECTED_MAX:
-            raise RuntimeRefused("too much was injected and not polled", hint="Poll before injecting more.")
+            raise RuntimeRefused("too many injected batches are waiting", hint="Poll before you inject more.")
         if isinstance(changes, Event):
             _require_whole(changes)
         elif not isinstance(changes, ChangeBatch):
             raise ConfigError(
-                "neither a batch of a table nor an event was injected",
+                "injected value is neither a change batch nor an event",
                 found=type(changes).__name__,
-                hint="Give an `Event`, what `batch_of(…)` makes, or one by one what `batch.batches` has.",
+                hint="Pass an `Event`, the result of `batch_of(…)`, or the items of `batch.batches` one by one.",
             )
         batch = batch_of_event(changes) if isinstance(changes, Event) else changes
         require_batch(batch, placed=True)
@@ -59,33 +59,33 @@ class InjectedChanges:
             self._waiting.append(self._numbered(batch))
 
     def _numbered(self, batch: ChangeBatch) -> ChangeBatch:
-        if self._as_they_come:  # a log counts from zero, and adds its own number
+        if self._as_they_come:  # a log counts from zero and adds its own number
             first = 0
         else:
             first = max(self._next_seq, FIRST_SEQ + time.time_ns())
             self._next_seq = first + len(batch)
-        data = _with(batch.data, change.SEQ, pa.array(np.arange(first, first + len(batch))))
+        data = _with_column(batch.data, change.SEQ, pa.array(np.arange(first, first + len(batch))))
         if not self._as_they_come:
-            data = _with(data, change.POSITION, pa.repeat(pa.scalar("", pa.string()), len(batch)))
+            data = _with_column(data, change.POSITION, pa.repeat(pa.scalar("", pa.string()), len(batch)))
         return replace(batch, data=data, ends=(first, first + len(batch) - 1))
 
     def next(self) -> tuple[ChangeBatch, ...]:
-        """The rows that are handed out next, as the rules show them; none if there are none."""
+        """Return the next rows, transformed by the rules; empty if there are none."""
         while self._waiting:
             first = self._waiting[0]
-            made = self._rules.transform_batches((first,))
-            self._last = first  # only now: nothing passes what a rule halts at
+            transformed = self._rules.transform_batches((first,))
+            self._last = first  # after the rules: a halted batch stays first in line
             self._waiting.popleft()
-            if made:
-                return renumber(made) if self._as_they_come else made
+            if transformed:
+                return renumber(transformed) if self._as_they_come else transformed
         return ()
 
     def confirm_taken(self) -> None:
-        """What was handed out last was taken."""
+        """Forget the rows handed out last: they were accepted."""
         self._last = None
 
     def put_back(self) -> None:
-        """What was handed out last was not taken: it comes again."""
+        """Put back the rows handed out last: they were not accepted."""
         if self._last is not None:
             if not self._waiting or self._waiting[0] is not self._last:
                 self._waiting.appendleft(self._last)
@@ -104,44 +104,47 @@ class InjectedChanges:
         return sum(map(len, tuple(self._waiting)))
 
 
-def _with(data: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
-    """The rows with other values in a column, if they have it."""
-    place = data.schema.get_field_index(name)
-    return data if place < 0 else data.set_column(place, data.schema.field(place), column)
+def _with_column(data: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
+    """Return the rows with a column's values replaced, if they have the column."""
+    index = data.schema.get_field_index(name)
+    return data if index < 0 else data.set_column(index, data.schema.field(index), column)
 
 
 def _require_whole(event: Event) -> None:
-    """What the server did not send of a row that moved is taken from the old row, which only a batch of both keeps."""
+    """Refuse an event that needs the old row of its key move.
+
+    A key move takes values that the server did not send from the old row. Only a batch with both rows has them.
+    """
     if event.kept_for is not None or (event.moved_from is not None and event.unchanged):
-        raise _half(event)
+        raise _half_move_error(event)
 
 
 def _require_pairs(batch: ChangeBatch) -> None:
-    """The same of a batch."""
+    """Refuse a batch with half of such a key move."""
     if not {change.MOVED_FROM, change.UNCHANGED} <= set(batch.data.schema.names):
         return
-    kept = False
+    has_old_row = False
     for event in batch.events():
-        if event.moved_from is not None and event.unchanged and not event.unfit and not kept:
-            raise _half(event)
-        kept = event.kept_for is not None
+        if event.moved_from is not None and event.unchanged and not event.unfit and not has_old_row:
+            raise _half_move_error(event)
+        has_old_row = event.kept_for is not None
 
 
-def _half(event: Event) -> ConfigError:
+def _half_move_error(event: Event) -> ConfigError:
     return ConfigError(
-        "half of a change of key was injected",
+        "half of a key move was injected",
         table=event.table,
         columns=", ".join(event.unchanged),
-        hint="Inject the batch (`batch.batches`) that holds the delete of the old key and the row behind it: one "
-        "by one the values that the server did not send are lost.",
+        hint="Inject the batch (`batch.batches`) that has the delete of the old key and the row after it. Injected one "
+        "by one, they lose the values that the server did not send.",
     )
 
 
 def batch_of_event(event: Event) -> ChangeBatch:
-    """One change as a batch."""
+    """Return one change as a batch."""
     schema = event.schema
-    require_instance("schema", schema, TableSchema, "An event has the shape of its table.")
-    require_instance("operation", event.operation, Operation, "Give `Operation.INSERT`, or another of them.")
+    require_instance("schema", schema, TableSchema, "Pass the schema of the event's table.")
+    require_instance("operation", event.operation, Operation, "Pass `Operation.INSERT`, or another operation.")
     if unknown := [str(name) for name in event.values if name not in schema.names]:
         raise unknown_column_error(schema, unknown)
     row: dict[str, object] = {
@@ -157,7 +160,9 @@ def batch_of_event(event: Event) -> ChangeBatch:
         change.UNFIT: [{"column": name, "text": text} for name, text in event.unfit.items()] or None,
         **{change.stored_name(name): event.values.get(name) for name in schema.names},
     }
-    fields = [one for one in schema.change_schema() if one.name not in change.OPTIONAL or row[one.name] is not None]
+    fields = [
+        field for field in schema.change_schema() if field.name not in change.OPTIONAL or row[field.name] is not None
+    ]
     try:
         data = pa.RecordBatch.from_pylist([row], pa.schema(fields))
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
@@ -172,7 +177,10 @@ def batch_of_event(event: Event) -> ChangeBatch:
 
 
 def _old_row(event: Event) -> dict[str, object] | None:
-    """What stands beside the row. A delete is the old row itself: what it lacks there would be taken for null."""
+    """Return the old row to store with the change, or None.
+
+    A delete's own values are the old row already. A value missing there would read as null.
+    """
     old = event.before
     itself = old is not None and event.operation is Operation.DELETE and old.items() <= event.values.items()
     return None if itself else old

@@ -1,9 +1,9 @@
-"""The source's stream, opened again when it breaks, for as long as waiting makes sense.
+"""The source's stream, opened again when it breaks, as long as a retry makes sense.
 
-What was read and not acknowledged is never lost with a stream: the next one is opened at a position before it. A loss
-is an outage until the source answers; a sink, or a log, that fails is one until it has taken something. A snapshot that
-is only taken up again has answered nothing. Waits grow from try to try. An error that only a person can mend, and an
-outage that lasts too long, is raised.
+Rows that were read and not acknowledged are never lost with a stream: the next one opens at a position before them. A
+broken source is an outage until it answers. A failing sink or log is an outage until it has accepted something. A
+snapshot that was only opened again does not count as an answer. Waits grow from attempt to attempt. An error that only
+a person can fix, and an outage that lasts too long, are raised.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS_FIRST, RETRY_SECONDS_MAX = 0.5, 15.0
 WRITE_SIDE_ERRORS = (LogError, SinkError, StateError)
-"""What is about the side that takes, not about the source: that the source answers does not end it."""
+"""Errors of the log, sink or state. An answer of the source does not end such an outage."""
 
 
 class StreamSource(Protocol[P]):
-    """Who opens streams: a source, or a pipeline that looks at more than the source before."""
+    """A source, or a pipeline that does more before it opens a stream."""
 
     def live(self, after: P) -> Stream[P]:
-        """Stream what committed after the position."""
+        """Stream the changes committed after the position."""
 
 
 @runtime_checkable
 class ReadAheadStream(Protocol):
-    """A stream that reads ahead by itself."""
+    """A stream that reads ahead on its own."""
 
     held_bytes: int
-    """Read from the server and not taken by the caller yet."""
+    """Bytes read from the server and not taken by the caller yet."""
 
 
 @dataclass
 class Outage:
-    """What is failing now, since when, and when it is tried again."""
+    """A failure: its error, when it began, and when the next attempt is due."""
 
     error: TailraceError
     since: float
@@ -53,18 +53,18 @@ class Outage:
 
     @classmethod
     def after(cls, last: Outage | None, error: TailraceError) -> Outage:
-        """The last one, which goes on with this error; or one that begins with it."""
+        """Return the outage after another error: the last one continued, or a new one."""
         now = time.monotonic()
         pause = min(last.pause_seconds * 2, RETRY_SECONDS_MAX) if last else RETRY_SECONDS_FIRST
         return cls(error, last.since if last else now, pause, now + pause)
 
     def must_raise(self, seconds_max: float) -> bool:
-        """Whether waiting any longer makes no sense."""
+        """Return whether another retry makes no sense."""
         return self.error.remedy is not Remedy.RETRY or time.monotonic() - self.since > seconds_max
 
 
 class ReconnectingStream:
-    """Windows of one source, one after the other, whatever becomes of its connection."""
+    """The windows of one source, in order, across lost connections."""
 
     def __init__(
         self,
@@ -77,11 +77,11 @@ class ReconnectingStream:
         opened: Callable[[Stream[Any], Position], None],
     ) -> None:
         self._source = source
-        """Of any kind: it is told the positions that it gave, and those of its kind that are on record."""
+        """A source of any kind. It only receives positions that it gave, or recorded ones of its kind."""
         self._retry_seconds_max = retry_seconds_max
         self._through, self._dropped, self._lost, self._opened = through, dropped, lost, opened
         self._stream: Stream[Any] | None = None
-        self._holding: ReadAheadStream | None = None
+        self._read_ahead: ReadAheadStream | None = None
         self.outage: Outage | None = None
         self.reconnects = 0
 
@@ -91,11 +91,14 @@ class ReconnectingStream:
 
     @property
     def has_read_ahead(self) -> bool:
-        """Whether the stream is known to have read more than it was asked for."""
-        return self._holding is not None and self._holding.held_bytes > 0
+        """True if the stream is known to hold more than was taken."""
+        return self._read_ahead is not None and self._read_ahead.held_bytes > 0
 
     def read(self, after: Position, durable: Position, wait_seconds: float) -> AnyWindow | None:
-        """The next window after the position; None if none came in time. `durable` is what may be confirmed."""
+        """Return the next window after the position; None if there was none in time.
+
+        The source may discard everything up to `durable`.
+        """
         if not self.wait_for_retry(wait_seconds):
             return None
         try:
@@ -103,7 +106,7 @@ class ReconnectingStream:
                 stream = self._source.live(after)
                 require_stream(stream)
                 self._stream = self._through(stream)
-                self._holding = self._stream if isinstance(self._stream, ReadAheadStream) else None
+                self._read_ahead = self._stream if isinstance(self._stream, ReadAheadStream) else None
                 self._opened(self._stream, after)
                 self._stream.confirm(durable)
             window = self._stream.read(after, wait_seconds)
@@ -112,11 +115,11 @@ class ReconnectingStream:
         except TailraceError as error:
             self.handle_error(error)
             return None
-        self.note_source_answered()  # even if it has nothing to say
+        self.note_source_answered()  # also if it had no window
         if window is None:
             return None
         if not window.open and covers(after, window.end):
-            return None  # a source that repeats itself: all of it was taken
+            return None  # the source repeated a window that was taken already
         return window
 
     def wait_for_retry(self, wait_seconds: float) -> bool:
@@ -131,7 +134,10 @@ class ReconnectingStream:
         return True
 
     def confirm(self, position: Position) -> None:
-        """Let the source discard what lies before. If it is gone, the next stream tells it."""
+        """Let the source discard its log up to the position.
+
+        If the connection is lost, the next stream confirms it.
+        """
         if self._stream is None:
             return
         try:
@@ -140,18 +146,23 @@ class ReconnectingStream:
             self.handle_error(error)
 
     def note_source_answered(self) -> None:
-        """The source did: whatever was wrong with it is over."""
+        """End an outage of the source."""
         if self.outage is not None and not isinstance(self.outage.error, WRITE_SIDE_ERRORS):
             self.outage = None
 
     def note_written(self, *, moved: bool) -> None:
-        """Something became durable: whatever was wrong with that side is over; and with all else if it has `moved`."""
+        """End an outage of the write side; with `moved` end any outage.
+
+        Call it when something became durable.
+        """
         if moved or (self.outage is not None and isinstance(self.outage.error, WRITE_SIDE_ERRORS)):
             self.outage = None
 
     def handle_error(self, error: TailraceError, *, keep: bool = False) -> None:
-        """Close the stream, and wait before it is opened again; raise what waiting does not mend. With `keep` only
-        wait: it is not the stream that failed, and what it gave is still to be taken."""
+        """Close the stream and schedule a retry; raise an error that a retry cannot fix.
+
+        With `keep` the stream stays open: something else failed, and its windows are still to be delivered.
+        """
         if not keep:
             self.close()
             self._dropped()
@@ -160,15 +171,15 @@ class ReconnectingStream:
             raise error
         self.outage = outage
         self.reconnects += 1
-        said = {"code": error.code, "reason": error.message, "wait": outage.pause_seconds}
+        fields = {"code": error.code, "reason": error.message, "wait": outage.pause_seconds}
         if isinstance(error, WRITE_SIDE_ERRORS):
-            log.error("the log or sink takes nothing, trying again", extra=said | {"hint": error.hint})
+            log.error("log or sink failed, trying again", extra=fields | {"hint": error.hint})
         else:
-            log.warning("source lost, trying again", extra=said)
+            log.warning("source lost, trying again", extra=fields)
         self._lost(error, outage.pause_seconds)
 
     def close(self) -> None:
-        """Let go of the source; nothing is confirmed that was not."""
-        stream, self._stream, self._holding = self._stream, None, None
+        """Close the stream. Nothing more is confirmed."""
+        stream, self._stream, self._read_ahead = self._stream, None, None
         if stream is not None:
             stream.close()

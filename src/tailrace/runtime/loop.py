@@ -1,14 +1,14 @@
-"""The one loop: poll, sink, record, confirm, in that order.
+"""The one capture loop: poll, sink, record, confirm, in that order.
 
-The order is the delivery guarantee. Changes are durable at the sink, then the place is, and only then may the source
-discard its own, so a crash repeats a batch and never skips one. A batch stays the same until it is acknowledged, and
-nothing is handed out in front of it; so one that failed can not be passed. A source that breaks is opened again; what
-was read and not acknowledged comes again. So it is after a call that was left in its middle, as a signal's handler or
-Ctrl-C leaves it: what is on record counts, and nothing that was on its way.
+The order is the delivery guarantee. Changes are durable at the sink first, then the position is saved, and only then
+may the source discard its log. So a crash repeats a batch and never skips one. A batch stays the same until it is
+acknowledged, and nothing is handed out before it, so a failed batch cannot be passed. A broken source is opened again;
+rows that were read and not acknowledged are repeated. The same happens after a call that was interrupted, as by a
+signal's handler or Ctrl-C: only what was saved counts.
 
-In a pipeline the change log is the sink and keeps the place, in one commit; otherwise a checkpoint store does. What is
-never different is the order, which stands in `_turn` and `_settle`. docs/decisions/0016-one-runtime.md has the whole
-list of what must stay true. The file is long because all that holds the order, and nothing else, stands in it.
+In a pipeline the change log is the sink and stores the position, in one commit. Otherwise a checkpoint store does. The
+order is the same in both cases; `_turn` and `_settle` define it. docs/decisions/0016-one-runtime.md lists all
+invariants. The file is long because it has everything that keeps the order, and nothing else.
 """
 
 from __future__ import annotations
@@ -75,18 +75,18 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS_MAX = 10.0
 IDLE_BYTES_MAX = 16 << 20
-"""A quiet source's position is recorded at least this often."""
+"""Bytes of log after which a quiet source's position is saved."""
 READ_SECONDS = 0.25
 RETRY_SECONDS = 300.0
 STALLED_SECONDS = 60.0
 SCAN_SECONDS = 0.05
-"""Between two looks for whether a snapshot may begin."""
-INJECTED_LEFT = "rows that were injected were not delivered: they are lost unless this runtime is started again"
+"""Seconds between two checks for whether a snapshot may begin."""
+INJECTED_LEFT = "injected rows were not delivered: they are lost unless this runtime is started again"
 OnRejected: TypeAlias = Callable[[Sequence[Rejected]], None]
 
 
 class CdcRuntime(Generic[P]):
-    """Captures the changes of a source for a sink. One thread drives it; `control` is for the others."""
+    """Captures the changes of a source for a sink. One thread runs it; others use `control`."""
 
     def __init__(
         self,
@@ -100,15 +100,19 @@ class CdcRuntime(Generic[P]):
         limits: Limits | None = None,
         target: P | None = None,
         transforms: RulesInput | TransformPlan | None = None,
-        on_letter: OnDeadLetter | None = None,
+        on_dead_letter: OnDeadLetter | None = None,
         transform: Transform | None = None,
         observers: Sequence[Observer] = (),
         retry_seconds_max: float = RETRY_SECONDS,
         stalled_seconds: float = STALLED_SECONDS,
         idle_seconds_max: float | None = None,
     ) -> None:
-        """`transforms` are declared rules; `on_letter` takes the rows that they set aside. `transform` comes after. A
-        quiet source's position is recorded after `idle_seconds_max` (10), so that it can discard its log."""
+        """Create a runtime; `start` or `run` starts it.
+
+        `transforms` are declared rules; `on_dead_letter` receives the rows that they reject. `transform` is applied
+        after them. A quiet source's position is saved every `idle_seconds_max` (10) seconds, so that the source can
+        discard its log.
+        """
         idle_seconds = IDLE_SECONDS_MAX if idle_seconds_max is None else idle_seconds_max
         require_arguments(
             source,
@@ -117,7 +121,7 @@ class CdcRuntime(Generic[P]):
             limits=limits,
             target=target,
             observers=observers,
-            functions={"on_letter": on_letter, "transform": transform},
+            functions={"on_dead_letter": on_dead_letter, "transform": transform},
             seconds={
                 "retry_seconds_max": retry_seconds_max,
                 "stalled_seconds": stalled_seconds,
@@ -125,20 +129,22 @@ class CdcRuntime(Generic[P]):
             },
         )
         self._source = source
-        self._keeper = checkpoint if isinstance(checkpoint, PositionStore) else CheckpointPositionStore(checkpoint, key)
+        self._positions = (
+            checkpoint if isinstance(checkpoint, PositionStore) else CheckpointPositionStore(checkpoint, key)
+        )
         self._snapshot_tables, self._incremental = (
             require_distinct_tables(snapshot_tables),
             require_distinct_tables(incremental_snapshot),
         )
-        if self._keeper.takes_windows and (snapshot_tables or incremental_snapshot):
-            raise ConfigError("a log does not keep a snapshot's place", hint="Use a checkpoint store beside the sink.")
+        if self._positions.takes_windows and (snapshot_tables or incremental_snapshot):
+            raise ConfigError("change log cannot store a snapshot's progress", hint="Use a checkpoint store.")
         self._limits = limits or Limits()
         self._target = target
         self._stalled_seconds = stalled_seconds
         self._idle_seconds = idle_seconds
         self._id, self._number = uuid.uuid4(), 0
-        self._tell = ObserverList(observers)
-        self._rules = TransformRunner(transforms, on_letter, self._tell)
+        self._notify = ObserverList(observers)
+        self._rules = TransformRunner(transforms, on_dead_letter, self._notify)
         self._intake = ReconnectingStream(
             source,
             retry_seconds_max,
@@ -147,40 +153,42 @@ class CdcRuntime(Generic[P]):
             lost=self._on_lost,
             opened=self._on_opened,
         )
-        self._raw = self._keeper.takes_windows
+        self._raw = self._positions.takes_windows
         self._buffer = WindowBuffer(self._limits, as_they_come=self._raw)
         self._history = schema_history
-        self._shapes = WindowSchemaRecorder(schema_history, self._tell)
+        self._schemas = WindowSchemaRecorder(schema_history, self._notify)
         self._snapshots = SnapshotRunner(
             source,
             self._rules,
-            self._tell,
+            self._notify,
             retry_seconds_max=retry_seconds_max,
             stream_lost=lambda: self._intake.outage is not None,
         )
         self._injected = InjectedChanges(self._rules, as_they_come=self._raw)
-        self._place: ResumePoint | None = None
-        self._given: Batch | None = None
-        self._taken: AnyWindow = Window(start=ZERO, end=ZERO)
-        """What was given, as the source had it."""
-        self._raised: TailraceError | None = None
-        """What the last poll has failed at."""
-        self._held: tuple[BatchKind, AnyWindow] | None = None
-        """What is handed out next: the schema history, or the transform, has failed at it, or the first rows of it
-        are acknowledged."""
+        self._point: ResumePoint | None = None
+        self._in_flight: Batch | None = None
+        self._source_window: AnyWindow = Window(start=ZERO, end=ZERO)
+        """The window of the batch in flight, as the source sent it."""
+        self._poll_error: TailraceError | None = None
+        """The error of the last poll."""
+        self._next_out: tuple[BatchKind, AnyWindow] | None = None
+        """Rows to hand out next, before anything else.
+
+        The schema history or the transform failed on them, or rows before them were acknowledged alone.
+        """
         self._transform = transform
-        self._given_at = self._polled_at = self._last_commit = time.monotonic()
+        self._handed_out_at = self._polled_at = self._last_commit = time.monotonic()
         self._part_rows = 0
-        """Acknowledged, of a transaction of which the rest is to come."""
+        """Acknowledged rows of a transaction that has not ended."""
         self._rest_rows = 0
-        """Handed out, and not among the first rows that were acknowledged: they are handed out again."""
-        self._begins_again = False
-        """Whether a transaction that was handed out in part is to come again: no chunk takes its numbers."""
-        self._cut_off = False
-        """Whether a call was left in its middle: what is in memory may be half of a step."""
+        """Rows to hand out again: only the rows before them were acknowledged."""
+        self._transaction_repeats = False
+        """True if a transaction handed out in part is repeated. No chunk may use its numbers."""
+        self._interrupted = False
+        """True if a call was interrupted. Memory may then have half of a step."""
         self._was_paused = False
-        self._more_told = False
-        """Whether the sink's last flush was told that more is waiting. If nothing comes, it is flushed once more."""
+        self._more_reported = False
+        """True if the sink's last flush was not `caught_up`. If nothing follows, it is flushed once more."""
         self.state = State.IDLE
         self.progress = Progress()
         self.control = Control(
@@ -189,109 +197,111 @@ class CdcRuntime(Generic[P]):
             under_way=lambda: self._snapshots.id,
         )
 
-    # The place.
+    # Position.
 
     @property
     def position(self) -> P:
-        """Everything up to here was acknowledged, and is durable."""
-        return cast("P", self._here.position)  # it is of the source's kind: `begin` and `Intake` refuse another
+        """The position up to which everything is acknowledged and durable."""
+        return cast(
+            "P", self._current.position
+        )  # of the source's kind: `prepare_start` and `ReconnectingStream` refuse others
 
     @property
     def rows_committed(self) -> int:
-        """How many rows were acknowledged, by this runtime and those before it under the same key."""
-        return self._here.rows
+        """Rows acknowledged by this runtime and by those before it under the same key."""
+        return self._current.rows
 
     @property
     def caught_up(self) -> bool:
-        """Whether everything up to the target was acknowledged."""
+        """True if everything up to the target was acknowledged."""
         if self._target is None:
             return False
-        place = self._place if not self._raw else self._keeper.load()
-        return place is not None and covers(place.position, self._target)
+        point = self._point if not self._raw else self._positions.load()
+        return point is not None and covers(point.position, self._target)
 
     @property
-    def _here(self) -> ResumePoint:
-        if self._place is None:
-            raise RuntimeRefused("it was not started", hint="Call `start()` first.")
-        return self._place
+    def _current(self) -> ResumePoint:
+        if self._point is None:
+            raise RuntimeRefused("runtime is not started", hint="Call `start()` first.")
+        return self._point
 
     @property
     def _next_seq(self) -> int:
-        """`_seq` of the next row that is handed out."""
-        return self._here.next_seq + self._part_rows
+        """`_seq` of the next row to hand out."""
+        return self._current.next_seq + self._part_rows
 
-    # Starting and stopping.
+    # Start and stop.
 
     def start(self) -> None:
-        """Find the place, get the source ready, take up a snapshot that was under way. If it fails, call it again."""
+        """Load the position, prepare the source, and resume a snapshot. If it fails, call it again."""
         if self.state in (State.RUNNING, State.STOPPING):
-            raise RuntimeRefused(f"it is {self.state.value}", hint="Wait until it is stopped.")
+            raise RuntimeRefused(f"runtime is {self.state.value}", hint="Wait until it is stopped.")
         try:
             self._rules.require_ready()
-            place, resumed = prepare_start(
-                self._source, self._keeper, self._history, self._snapshots, self._snapshot_tables, self._incremental
+            point, resumed = prepare_start(
+                self._source, self._positions, self._history, self._snapshots, self._snapshot_tables, self._incremental
             )
         except BaseException as error:
             self._snapshots.close()
             self.state = State.IDLE
             if isinstance(error, Exception):
-                self._tell(facts.StartFailed(error=to_tailrace_error(error)))
+                self._notify(facts.StartFailed(error=to_tailrace_error(error)))
             raise
-        self._place, self._given, self._part_rows, self._rest_rows = place, None, 0, 0
-        self._begins_again = self._more_told = self._cut_off = False
-        self._buffer.reset(place.position)
-        self._intake.outage = self._raised = None
-        self._given_at = self._polled_at = self._last_commit = time.monotonic()
+        self._point, self._in_flight, self._part_rows, self._rest_rows = point, None, 0, 0
+        self._transaction_repeats = self._more_reported = self._interrupted = False
+        self._buffer.reset(point.position)
+        self._intake.outage = self._poll_error = None
+        self._handed_out_at = self._polled_at = self._last_commit = time.monotonic()
         self.state = State.RUNNING
-        self._tell(
+        self._notify(
             facts.Started(
-                position=place.position, rows=place.rows, resumed=resumed, snapshot=place.snapshot_job is not None
+                position=point.position, rows=point.rows, resumed=resumed, snapshot=point.snapshot_job is not None
             )
         )
 
     def stop(self) -> None:
-        """Stop, unless something is not acknowledged."""
+        """Stop; refuse while rows are not acknowledged."""
         self._require_running()
         handed = self._handed_out
         injected = self._injected.rows
         if handed or injected or self._part_rows:
             raise Unacknowledged(
-                "something is not acknowledged",
+                "rows are not acknowledged",
                 handed_out=handed,
                 injected=injected,
                 in_part=self._part_rows,
-                hint="Acknowledge the batch, or call `drain_and_stop()` or `force_stop()`, which give back what is "
-                "not delivered.",
+                hint="Acknowledge the batch, or call `drain_and_stop()` or `force_stop()`, which return what is not "
+                "delivered.",
             )
-        self._snapshots.finish(self._here, self._save)
-        self._let_go()
+        self._snapshots.finish(self._current, self._save)
+        self._shut_down()
 
     def force_stop(self) -> Drained:
-        """Stop now; what is not acknowledged."""
+        """Stop now; return what is not acknowledged."""
         self._require_running()
-        if self._held is not None:
-            self._buffer.put_back(self._held[1])
-        if self._cut_off:
+        if self._next_out is not None:
+            self._buffer.put_back(self._next_out[1])
+        if self._interrupted:
             self._injected.put_back()
-        whole, parts = self._buffer.drain(self._next_seq + (self._given.rows if self._given is not None else 0))
-        drained = Drained(in_flight=self._given, buffered=whole, pending=parts, injected=self._injected.drain())
-        # What was injected comes nowhere else: whoever stops gets it, whatever fails meanwhile.
-        self._attempt(lambda: self._snapshots.finish(self._here, self._save))
-        self._attempt(self._let_go)
+        whole, parts = self._buffer.drain(self._next_seq + (self._in_flight.rows if self._in_flight is not None else 0))
+        drained = Drained(in_flight=self._in_flight, buffered=whole, pending=parts, injected=self._injected.drain())
+        # Injected rows exist nowhere else: the caller must get them, whatever fails from here on.
+        self._attempt(lambda: self._snapshots.finish(self._current, self._save))
+        self._attempt(self._shut_down)
         return drained
 
     def drain_and_stop(self) -> Drained:
-        """Acknowledge the batch that is under way, then stop; what else is not acknowledged."""
+        """Acknowledge the current batch, then stop; return what else is not acknowledged."""
         self._require_running()
-        self._take_up_again()
-        if self._given is not None:
-            self.commit(self._given.ack)
+        self._recover_from_interrupt()
+        if self._in_flight is not None:
+            self.commit(self._in_flight.ack)
         return self.force_stop()
 
-    def _let_go(self) -> None:
+    def _shut_down(self) -> None:
         self.state = State.STOPPING
-        left = self._handed_out
-        if self._cut_off:
+        unacknowledged = self._handed_out
+        if self._interrupted:
             self._injected.put_back()
         try:
             try:
@@ -299,95 +309,111 @@ class CdcRuntime(Generic[P]):
             finally:
                 self._intake.close()
         finally:
-            self.progress.rows -= self._part_rows  # they come again
-            self._given, self._held, self._part_rows, self._rest_rows = None, None, 0, 0
+            self.progress.rows -= self._part_rows  # the source repeats them
+            self._in_flight, self._next_out, self._part_rows, self._rest_rows = None, None, 0, 0
             self.state = State.STOPPED
         self._rules.report_unmatched()
-        place, injected = self._here, self._injected.rows
+        point, injected = self._current, self._injected.rows
         if injected:
             log.warning(INJECTED_LEFT, extra={"rows": injected})
-        self._tell(facts.Stopped(position=place.position, rows=place.rows, unacknowledged=left, injected=injected))
+        self._notify(
+            facts.Stopped(position=point.position, rows=point.rows, unacknowledged=unacknowledged, injected=injected)
+        )
 
     def _attempt(self, step: Callable[[], None]) -> None:
-        """Where something else matters more than that it fails: that is told."""
+        """Run a step; report its failure without raising, because something else matters more."""
         try:
             step()
-        except Exception as error:  # a boundary: what is under way goes on
-            self._tell(facts.Failed(error=to_tailrace_error(error)))
+        except Exception as error:  # a boundary: the caller continues
+            self._notify(facts.Failed(error=to_tailrace_error(error)))
 
-    def _take_up_again(self) -> None:
-        """Go on after a call that was left in its middle. What is on record counts; all else comes again, as after a
-        crash, and is acknowledged by another token."""
-        if not self._cut_off:
+    def _recover_from_interrupt(self) -> None:
+        """Recover after an interrupted call.
+
+        Only what was saved counts. The source repeats all else, as after a crash, and it is acknowledged by another
+        token.
+        """
+        if not self._interrupted:
             return
         self._injected.put_back()
         self._intake.close()
         self.progress.rows -= self._part_rows
-        self._given, self._held, self._part_rows, self._rest_rows, self._begins_again = None, None, 0, 0, False
-        found = self._keeper.load()
-        if found is not None:
-            here = self._here
-            self._place = replace(here, position=found.position) if self._raw else replace(found, source=here.source)
+        self._in_flight, self._next_out, self._part_rows, self._rest_rows, self._transaction_repeats = (
+            None,
+            None,
+            0,
+            0,
+            False,
+        )
+        saved = self._positions.load()
+        if saved is not None:
+            current = self._current
+            self._point = (
+                replace(current, position=saved.position) if self._raw else replace(saved, source=current.source)
+            )
         self._buffer.reset(self.position)
-        place = self._snapshots.recover_from_interrupt(self._here)
-        if place != self._place:
-            self._save(place, moved=False)
-        self._cut_off = False
+        point = self._snapshots.recover_from_interrupt(self._current)
+        if point != self._point:
+            self._save(point, moved=False)
+        self._interrupted = False
 
     @property
     def _handed_out(self) -> int:
-        """How many rows were, and are not acknowledged."""
-        given = self._given
-        return max(given.rows if given else 0, self._rest_rows)
+        """Number of rows handed out and not acknowledged."""
+        batch = self._in_flight
+        return max(batch.rows if batch else 0, self._rest_rows)
 
     def _require_running(self) -> None:
         if self.state is not State.RUNNING:
-            raise RuntimeRefused(f"it is {self.state.value}, not running", hint="Call `start()` first.")
+            raise RuntimeRefused(f"runtime is {self.state.value}, not running", hint="Call `start()` first.")
 
-    # Handing out.
+    # Hand out.
 
     def poll(self, wait_seconds: float | None = None) -> Batch:
-        """The next batch, or the same one while it is not acknowledged; an empty one if nothing came in time."""
+        """Return the next batch, or the same one until it is acknowledged.
+
+        It is empty if no rows arrived within the wait.
+        """
         self._require_running()
         wait = READ_SECONDS if wait_seconds is None else require_seconds("wait_seconds", wait_seconds)
         self._polled_at = time.monotonic()
         try:
-            self._take_up_again()
-            if self._given is not None:
-                return self._given
+            self._recover_from_interrupt()
+            if self._in_flight is not None:
+                return self._in_flight
             self._injected.confirm_taken()
-            batch = self._looked_for(wait)
-        except Exception as error:  # whatever it is, and whoever's: nothing is handed out
-            self._raised = to_tailrace_error(error)
+            batch = self._next_batch_guarded(wait)
+        except Exception as error:  # any failure, also of the caller's code: nothing is handed out
+            self._poll_error = to_tailrace_error(error)
             if isinstance(error, (TransformFailed, RuleInvalid)):
-                said = {name: str(error.fields.get(name, "")) for name in ("rule", "table")}
-                self._tell(facts.RuleHalted(**said, error=error))
-            self._tell(facts.PollFailed(error=self._raised))
+                fields = {name: str(error.fields.get(name, "")) for name in ("rule", "table")}
+                self._notify(facts.RuleHalted(**fields, error=error))
+            self._notify(facts.PollFailed(error=self._poll_error))
             raise
         if not self._was_paused:
-            self._raised = None
-        self._cut_off = False
+            self._poll_error = None
+        self._interrupted = False
         return batch
 
-    def _looked_for(self, wait: float) -> Batch:
-        """The next batch, with a note that it is on its way until the caller has it."""
-        self._cut_off = True
+    def _next_batch_guarded(self, wait: float) -> Batch:
+        """Return the next batch, and count as interrupted until the caller has it."""
+        self._interrupted = True
         try:
             return self._next_batch(wait)
         except Exception as error:
-            # What is ours is raised between steps, and rows that the caller's own code has failed at are held.
-            self._cut_off = not isinstance(error, TailraceError) and self._held is None
+            # Our errors are raised between steps. Rows that the caller's code failed on are kept for the next poll.
+            self._interrupted = not isinstance(error, TailraceError) and self._next_out is None
             raise
 
     def _next_batch(self, wait: float) -> Batch:
         if self._is_paused(wait):
             return empty_batch(self.position)
-        if self._held is not None:
-            return self._give(*self._held)
+        if self._next_out is not None:
+            return self._hand_out(*self._next_out)
         if injected := self._injected.next():
-            return self._injection(injected)
+            return self._injected_batch(injected)
         if (scanned := self._next_scanned(wait)) is not None:
-            return self._give(BatchKind.SNAPSHOT, scanned)
+            return self._hand_out(BatchKind.SNAPSHOT, scanned)
         if self._snapshots.blocks_stream:
             time.sleep(min(wait, SCAN_SECONDS))
             return empty_batch(self.position)
@@ -395,7 +421,7 @@ class CdcRuntime(Generic[P]):
         if window is None:
             return empty_batch(self.position)
         self._snapshots.note_delivered(window)
-        return self._give(BatchKind.STREAM, window)
+        return self._hand_out(BatchKind.STREAM, window)
 
     def _is_paused(self, wait_seconds: float) -> bool:
         self._note_pause()
@@ -407,45 +433,52 @@ class CdcRuntime(Generic[P]):
     def _note_pause(self) -> None:
         was, self._was_paused = self._was_paused, self.control.paused
         if was != self._was_paused:
-            self._tell(facts.Paused() if self._was_paused else facts.Resumed())
+            self._notify(facts.Paused() if self._was_paused else facts.Resumed())
 
-    def _injection(self, batches: tuple[ChangeBatch, ...]) -> Batch:
+    def _injected_batch(self, batches: tuple[ChangeBatch, ...]) -> Batch:
         window = Window(start=self.position, end=self.position, batches=batches, rows=sum(map(len, batches)))
         try:
             batch = Batch(kind=BatchKind.INJECTED, window=transform_window(window, self._transform))
         except BaseException:
             self._injected.put_back()
             raise
-        self._tell(facts.Delivered(kind=batch.kind.value, rows=batch.rows, end=batch.end))
+        self._notify(facts.Delivered(kind=batch.kind.value, rows=batch.rows, end=batch.end))
         return batch
 
-    def _give(self, kind: BatchKind, window: AnyWindow) -> Batch:
+    def _hand_out(self, kind: BatchKind, window: AnyWindow) -> Batch:
         if not self._raw and window.batches:
             window = number_from(window, self._next_seq)
-        self._held = kind, window  # and it stays so if the history or the transform fails: nothing passes it
-        self._shapes.record_schemas(window)
+        self._next_out = kind, window  # stays if the history or the transform fails: nothing passes it
+        self._schemas.record_schemas(window)
         shown = transform_window(window, self._transform)
-        self._held, self._taken = None, window
+        self._next_out, self._source_window = None, window
         self._number += 1
-        self._given = Batch(kind=kind, window=shown, ack=Ack(self._id, self._number))
-        self._given_at = time.monotonic()
-        if self._tell:
-            self._tell(facts.Delivered(kind=kind.value, rows=window.rows, end=window.end))
-        return self._given
+        self._in_flight = Batch(kind=kind, window=shown, ack=Ack(self._id, self._number))
+        self._handed_out_at = time.monotonic()
+        if self._notify:
+            self._notify(facts.Delivered(kind=kind.value, rows=window.rows, end=window.end))
+        return self._in_flight
 
     def _next_scanned(self, wait_seconds: float) -> AnyWindow | None:
-        """Rows that a snapshot reads. One that breaks before the stream is taken up again like a stream; one beside it
-        waits by itself."""
-        if self._part_rows or self._rest_rows or self._begins_again:
-            return None  # whatever came now would have the numbers of what was handed out and comes again
+        """Return rows that a snapshot reads, if there are any.
+
+        A broken snapshot before the stream is opened again like a stream. One during the stream waits alone.
+        """
+        if self._part_rows or self._rest_rows or self._transaction_repeats:
+            return None  # rows of a chunk would get the numbers of handed-out rows that are repeated
         if not self._intake.wait_for_retry(wait_seconds):
             return None
         try:
             self._settle_snapshots()
-            scanned = self._snapshots.next(self._here, self._limits, wait_seconds)
+            scanned = self._snapshots.next(self._current, self._limits, wait_seconds)
             if self._snapshots.is_over:
-                self._settle_snapshots()  # whoever stops once nothing comes has it on record
-        except (TransformFailed, RuleInvalid, SinkError, StateError) as error:  # not the source's: tried again
+                self._settle_snapshots()  # saved now, for a caller that stops at the first empty batch
+        except (
+            TransformFailed,
+            RuleInvalid,
+            SinkError,
+            StateError,
+        ) as error:  # not the source's error: keep the stream and retry
             self._intake.handle_error(error, keep=True)
             return None
         except TailraceError as error:
@@ -453,7 +486,7 @@ class CdcRuntime(Generic[P]):
             if not self._snapshots.is_incremental:
                 self._intake.handle_error(error)
             elif not self._snapshots.should_retry(error):
-                self._save(replace(self._here, snapshot_job=None), moved=False)
+                self._save(replace(self._current, snapshot_job=None), moved=False)
                 self._snapshots.give_up(error)
             return None
         if scanned is not None:
@@ -461,12 +494,12 @@ class CdcRuntime(Generic[P]):
         return scanned
 
     def _settle_snapshots(self) -> None:
-        saved = self._snapshots.save_progress(self._here, self.control, self._save)
+        saved = self._snapshots.save_progress(self._current, self.control, self._save)
         if saved and not self._buffer and not self._buffer.has_open_transaction:
             self._buffer.reset(self.position)  # a snapshot that begins again moves it
 
     def _next_window(self, wait_seconds: float) -> AnyWindow | None:
-        """What the next batch holds: what has come, and what comes while there is room and time."""
+        """Return the next batch's rows, with more while there is room and time."""
         until = time.monotonic() + (0.0 if self._buffer else wait_seconds)
         while not self._buffer.full:
             had = bool(self._buffer)
@@ -476,24 +509,24 @@ class CdcRuntime(Generic[P]):
             except TailraceError:
                 if not self._buffer:
                     raise
-                break  # what came before it is handed out first; it is met again
+                break  # rows read before the error go first; the next read raises it again
             if self._buffer and not had:
                 until = time.monotonic() + self._limits.seconds
             elif not self._buffer and time.monotonic() >= until:
-                break  # a transaction is gathered that has not ended
-        found = self._buffer.next(self._next_seq)
-        if found is not None and not found.rows and not self._raw:
+                break  # an unfinished transaction is being gathered
+        window = self._buffer.next(self._next_seq)
+        if window is not None and not window.rows and not self._raw:
             try:
-                self._settle(found)  # a transaction of which all rows were acknowledged has ended
+                self._settle(window)  # all its rows are acknowledged: only its end is left
             except BaseException:
                 if self._part_rows:
-                    self._buffer.put_back(found)
+                    self._buffer.put_back(window)
                 raise
             return None
-        return found
+        return window
 
     def _read(self, wait_seconds: float) -> AnyWindow | None:
-        """Take one window from the source into the buffer; None if there was none with anything in it."""
+        """Read one window into the buffer; return None if there was none with content."""
         window = self._intake.read(self._buffer.read_until, self.position, wait_seconds)
         if window is None:
             return None
@@ -519,67 +552,68 @@ class CdcRuntime(Generic[P]):
         long_ago = time.monotonic() - self._last_commit >= self._idle_seconds
         return reached or long_ago or bytes_between(window.start, window.end) >= IDLE_BYTES_MAX
 
-    # Acknowledging.
+    # Acknowledge.
 
     def commit(self, ack: Ack | None, rows: int | None = None) -> None:
-        """Acknowledge a batch, or its first rows: the rest is handed out next. What was given must be durable.
+        """Acknowledge a batch, or its first rows; the rest is handed out next.
 
-        None, the token of a batch that carries no position, needs no acknowledgement, and gets none.
+        The acknowledged rows must be durable. A batch without a position has None as its token: it needs no
+        acknowledgement, and None is ignored.
         """
         self._require_running()
         if ack is None:
             return
-        self._take_up_again()
-        given = self._given
-        if given is None or ack != given.ack:
+        self._recover_from_interrupt()
+        batch = self._in_flight
+        if batch is None or ack != batch.ack:
             raise ack_error(ack, self._id)
-        count = given.rows if rows is None else require_integer("rows", rows, least=0)
-        if count > given.rows or (self._raw and count != given.rows):
+        count = batch.rows if rows is None else require_integer("rows", rows, least=0)
+        if count > batch.rows or (self._raw and count != batch.rows):
             raise ConfigError(
-                "so many rows of the batch cannot be accepted",
+                "number of rows cannot be acknowledged",
                 rows=count,
-                batch=given.rows,
-                hint="All of them, or, where no log keeps the place, fewer.",
+                batch=batch.rows,
+                hint="Acknowledge all rows of the batch, or fewer where a checkpoint store keeps the position.",
             )
-        if not count and given.rows:
+        if not count and batch.rows:
             return
-        before = given, self._place, self._part_rows
-        self._cut_off = True
+        before = batch, self._point, self._part_rows
+        self._interrupted = True
         try:
-            if given.kind is BatchKind.SNAPSHOT:
+            if batch.kind is BatchKind.SNAPSHOT:
                 self._settle_scanned(count)
             else:
-                self._settle_first(self._taken, count)
+                self._settle_first(self._source_window, count)
         except Exception as error:
-            undone = before == (self._given, self._place, self._part_rows)
-            self._cut_off = not (undone or isinstance(error, TailraceError))
+            undone = before == (self._in_flight, self._point, self._part_rows)
+            self._interrupted = not (undone or isinstance(error, TailraceError))
             raise
-        self._cut_off = False
+        self._interrupted = False
 
     def _settle_scanned(self, rows: int) -> None:
-        self._save(self._snapshots.resume_point_after(self._here, rows))
+        self._save(self._snapshots.resume_point_after(self._current, rows))
         failpoints.hit("runtime.scan_saved")
         self.progress.rows += rows
         rest = self._snapshots.acknowledge(rows)
-        self._held = None if rest is None else (BatchKind.SNAPSHOT, rest)
+        self._next_out = None if rest is None else (BatchKind.SNAPSHOT, rest)
         self._rest_rows = 0 if rest is None else rest.rows
-        self._given = None
-        if self._tell:
-            self._tell(facts.Committed(position=self.position, rows=self._here.rows))
+        self._in_flight = None
+        if self._notify:
+            self._notify(facts.Committed(position=self.position, rows=self._current.rows))
         self._snapshots.end_if_acknowledged()
 
     def _settle_first(self, window: AnyWindow, rows: int) -> None:
-        """Acknowledge the first rows of a window: whole transactions move the position, a part of one does not."""
+        """Acknowledge a window's first rows: whole transactions move the position, a part does not."""
         if rows >= window.rows:
             self._settle(window)
             return
         taken, rest = split_accepted(window, rows)
         try:
-            self._buffer.put_back(rest)  # before the source is told: a stream that breaks there goes on behind it
+            self._buffer.put_back(rest)  # before the source confirms: a stream that breaks there continues after it
             for part in taken:
                 self._record(part)
         except BaseException:
-            if self._given is not None:
+            if self._in_flight is not None:
                 self._buffer.undo_put_back(rest)  # nothing was acknowledged
             raise
         self._rest_rows = max(self._rest_rows, rest.rows)
@@ -588,28 +622,28 @@ class CdcRuntime(Generic[P]):
             self._release(taken[0].end)
 
     def _settle(self, window: AnyWindow) -> None:
-        """What the sink has, on record; then the source may forget it."""
+        """Save what the sink has; then the source may discard it."""
         self._record(window)
         if not window.open:
             self._release(window.end)
 
     def _record(self, window: AnyWindow) -> None:
-        """Make it durable that the sink has it. A part of a transaction moves no position: it is only counted."""
+        """Save that the sink has the window. A part of a transaction is only counted."""
         if window.open:
             self._part_rows += window.rows
         else:
-            place = self._here
+            point = self._current
             self._save(
                 replace(
-                    place,
+                    point,
                     position=window.end,
-                    rows=place.rows + self._part_rows + window.rows,
-                    transactions=place.transactions + window.transactions,
-                    transaction=place.transaction if self._raw else last_transaction(window, place.transaction),
+                    rows=point.rows + self._part_rows + window.rows,
+                    transactions=point.transactions + window.transactions,
+                    transaction=point.transaction if self._raw else last_transaction(window, point.transaction),
                 )
             )
             self._part_rows = 0
-            self._begins_again &= window.is_empty
+            self._transaction_repeats &= window.is_empty
             self._last_commit = time.monotonic()
         self._count(window)
 
@@ -617,16 +651,16 @@ class CdcRuntime(Generic[P]):
         failpoints.hit("capture.before_confirm")
         self._intake.confirm(position)  # only now may the server drop its log
         failpoints.hit("capture.after_confirm")
-        if self._tell:
-            self._tell(facts.Committed(position=position, rows=self._here.rows))
+        if self._notify:
+            self._notify(facts.Committed(position=position, rows=self._current.rows))
 
-    def _save(self, place: ResumePoint, *, moved: bool = True) -> None:
-        self._keeper.save(place)
-        self._place = place
+    def _save(self, point: ResumePoint, *, moved: bool = True) -> None:
+        self._positions.save(point)
+        self._point = point
         self._intake.note_written(moved=moved)
 
     def _count(self, window: AnyWindow) -> None:
-        self._given = None
+        self._in_flight = None
         self._rest_rows = max(0, self._rest_rows - window.rows)
         self.progress.transactions += window.transactions
         self.progress.rows += window.rows
@@ -634,42 +668,46 @@ class CdcRuntime(Generic[P]):
         if not self._intake.outage:
             self.progress.last_error = None
 
-    # What happens to the stream.
+    # Callbacks of the stream.
 
     def _on_opened(self, stream: Stream, after: Position) -> None:
-        self._shapes.restart()
-        place = self._here
-        if place.source is not None and isinstance(stream, HasTimeline):
-            self._place = replace(place, source=replace(place.source, timeline=stream.timeline))
-        self._tell(facts.StreamOpened(after=after))
+        self._schemas.restart()
+        point = self._current
+        if point.source is not None and isinstance(stream, HasTimeline):
+            self._point = replace(point, source=replace(point.source, timeline=stream.timeline))
+        self._notify(facts.StreamOpened(after=after))
 
     def _on_dropped(self) -> None:
-        """The stream is closed: what had not come whole comes again."""
+        """Handle a closed stream: the source repeats what was not complete."""
         if self._buffer.handle_stream_loss(self.position):
-            self._begins_again |= bool(self._part_rows or self._rest_rows)
+            self._transaction_repeats |= bool(self._part_rows or self._rest_rows)
             self.progress.rows -= self._part_rows
             self._part_rows = self._rest_rows = 0
 
     def _on_lost(self, error: TailraceError, wait_seconds: float) -> None:
         self.progress.last_error, self.progress.reconnects = error, self._intake.reconnects
-        self._tell(facts.Lost(code=error.code, reason=error.message, wait_seconds=wait_seconds))
+        self._notify(facts.Lost(code=error.code, reason=error.message, wait_seconds=wait_seconds))
 
-    # The whole loop, for those who bring a sink.
+    # The whole loop, for callers with a sink.
 
     def run(
         self, sink: Sink, stop: threading.Event | Callable[[], bool], *, on_rejected: OnRejected | None = None
     ) -> None:
-        """Poll, write, flush, commit, until told to stop; a source that is lost, and a sink that takes nothing for a
-        while, are waited out. Rows that the sink does not take go to `on_rejected`, or end it."""
+        """Poll, write, flush and commit until `stop` is set.
+
+        A lost source, and a sink that fails for a while, are retried. Rows that the sink rejects go to `on_rejected`,
+        or end the loop.
+        """
         require_sink("sink", sink)
         stopping = stop.is_set if isinstance(stop, threading.Event) else stop
-        require_callable("stop", stopping, "Give a `threading.Event`, or a function that says whether to stop.")
+        require_callable("stop", stopping, "Pass a `threading.Event`, or a function that returns whether to stop.")
         if on_rejected is not None:
-            require_callable("on_rejected", on_rejected, "Give a function of the rows: `on_rejected=function`.")
-        keeps: object = self._keeper
-        if self._raw and sink is not keeps:
+            require_callable("on_rejected", on_rejected, "Pass a function that takes the rows: `on_rejected=function`.")
+        positions: object = self._positions
+        if self._raw and sink is not positions:
             raise ConfigError(
-                "the log keeps the place of another sink", hint="Give the runtime and `run` the same `LogSink`."
+                "sink is not the log that stores the position",
+                hint="Pass the same `LogSink` to the runtime and to `run`.",
             )
         if self.state is not State.RUNNING:
             self.start()
@@ -677,12 +715,12 @@ class CdcRuntime(Generic[P]):
             while not stopping():
                 self._turn(sink, on_rejected)
         except BaseException as error:
-            self._attempt(self._let_go)
+            self._attempt(self._shut_down)
             if isinstance(error, Exception):
-                self._tell(facts.Failed(error=to_tailrace_error(error)))
+                self._notify(facts.Failed(error=to_tailrace_error(error)))
             raise
-        self._snapshots.finish(self._here, self._save)
-        self._let_go()
+        self._snapshots.finish(self._current, self._save)
+        self._shut_down()
 
     def _turn(self, sink: Sink, on_rejected: OnRejected | None) -> None:
         batch: Batch | None = None
@@ -695,17 +733,17 @@ class CdcRuntime(Generic[P]):
                 self.progress.last_error = None
             if batch.kind is not BatchKind.EMPTY:
                 self._deliver(batch, sink, on_rejected)
-            elif resting := self._more_told and self._is_last:
+            elif resting := self._more_reported and self._is_last:
                 self._flush(sink)
         except BaseException as error:
             if batch is not None and batch.kind is BatchKind.INJECTED:
                 self._injected.put_back()
             if not isinstance(error, TailraceError):
                 raise
-            waits = self._given is not None or self._held is not None
-            keep = waits or resting or bool(self._injected)  # it is not the stream that has failed
-            if waits and self._raw:  # of a transaction that came in parts the log may have some: it begins again
-                self._given, self._held, keep = None, None, False
+            waits = self._in_flight is not None or self._next_out is not None
+            keep = waits or resting or bool(self._injected)  # the stream did not fail
+            if waits and self._raw:  # the log may have parts of the transaction: it begins again
+                self._in_flight, self._next_out, keep = None, None, False
             self._intake.handle_error(error, keep=keep)
 
     def _deliver(self, batch: Batch, sink: Sink, on_rejected: OnRejected | None) -> None:
@@ -713,13 +751,13 @@ class CdcRuntime(Generic[P]):
         failpoints.hit("runtime.sink_written")
         if rejected:
             tables = tuple(dict.fromkeys(row.table for row in rejected))
-            self._tell(facts.RowsRejected(rows=len(rejected), tables=tables, reason=rejected[0].reason))
+            self._notify(facts.RowsRejected(rows=len(rejected), tables=tables, reason=rejected[0].reason))
             if on_rejected is None:
                 raise SinkRejected(
-                    "the sink does not take some of the rows",
+                    "sink rejected some rows",
                     rows=len(rejected),
                     reason=rejected[0].reason,
-                    hint="Mend the sink, or give `run` an `on_rejected` that sets them aside.",
+                    hint="Fix the sink, or pass an `on_rejected` to `run` that stores them.",
                 )
             on_rejected(rejected)
         self._flush(sink)
@@ -729,30 +767,30 @@ class CdcRuntime(Generic[P]):
     def _flush(self, sink: Sink) -> None:
         last = self._is_last
         sink.flush(last)
-        self._more_told = not last
+        self._more_reported = not last
 
     @property
     def _is_last(self) -> bool:
-        """Whether nothing more is known to be there."""
+        """True if nothing more is known to be waiting."""
         return not self._buffer and not self._intake.has_read_ahead and not self._snapshots.under_way
 
-    # From outside.
+    # For callers.
 
     def enqueue(self, changes: ChangeBatch | Event) -> None:
-        """Inject changes of one's own: the next poll hands them out. They carry no position and are not kept."""
+        """Inject changes: the next poll hands them out. They have no position and are not stored."""
         self._require_running()
         self._injected.add(changes)
 
     def health(self) -> Health:
-        """How it is, and what to do about it."""
+        """Return the runtime's health, and what to do about it."""
         now = time.monotonic()
-        given = self._given
+        batch = self._in_flight
         return assess_health(
             state=None if self.state is State.RUNNING else self.state.value,
             paused=self.control.paused,
             error=self._trouble,
-            unacknowledged=given.rows if given else None,
-            given_seconds=now - self._given_at,
+            unacknowledged=batch.rows if batch else None,
+            given_seconds=now - self._handed_out_at,
             polled_seconds=now - self._polled_at,
             quiet_seconds=now - self._last_commit,
             reading=self._snapshots.under_way,
@@ -762,18 +800,18 @@ class CdcRuntime(Generic[P]):
     @property
     def _trouble(self) -> TailraceError | None:
         outage = self._intake.outage
-        if outage is None and self._raised is None:
+        if outage is None and self._poll_error is None:
             outage = self._snapshots.outage
-        return outage.error if outage is not None else self._raised
+        return outage.error if outage is not None else self._poll_error
 
     def _status(self) -> Status:
-        place = self._place
+        point = self._point
         return Status(
             state=self.state.value,
             paused=self.control.paused,
-            position=str(place.position) if place else None,
-            rows=place.rows if place else 0,
-            transactions=place.transactions if place else 0,
+            position=str(point.position) if point else None,
+            rows=point.rows if point else 0,
+            transactions=point.transactions if point else 0,
             unacknowledged=self._handed_out + self._part_rows,
             buffered=self._buffer.rows,
             injected=self._injected.rows,

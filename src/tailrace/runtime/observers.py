@@ -1,7 +1,7 @@
-"""What a runtime tells of itself: facts as they happen, to observers; a verdict and a status, to whoever asks.
+"""Events that a runtime reports to observers, and its health and status for callers.
 
-An observer can not disturb the runtime: what it raises is logged, and the others are told all the same. Facts hold
-names, counts and positions; never a row's values. Whatever fails is told, be it an error of ours or not.
+An observer cannot disturb the runtime: its exception is logged, and the other observers are still called. Events
+contain names, counts and positions; never a row's values. Every failure is reported, be it an error of ours or not.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """It runs. A new one, one that goes on, or one that goes on with a snapshot."""
+    """The runtime runs: a new one, a resumed one, or one resumed in a snapshot."""
 
     position: Position
     rows: int
-    """Committed by it and by those before it."""
+    """Rows committed by this runtime and those before it."""
     resumed: bool
     snapshot: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartFailed:
-    """It could not be started: who acts next stands in the error. It may be started again."""
+    """The start failed: the error says who acts next. It can be started again."""
 
     error: TailraceError
 
 
 @dataclass(frozen=True, kw_only=True)
 class PollFailed:
-    """A poll has raised this, and handed nothing out: the next one tries the same again."""
+    """A poll raised this error and handed out nothing. The next poll retries."""
 
     error: TailraceError
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOpened:
-    """The source streams what committed after this."""
+    """The source streams the changes committed after this position."""
 
     after: Position
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """The source, or the sink, is lost; it is tried again after a while."""
+    """The source or the sink failed; the next attempt follows after a wait."""
 
     code: str
     reason: str
@@ -64,7 +64,7 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaSeen:
-    """A table has a shape that was not seen before; it is in the schema history."""
+    """A table has a schema not seen before; the schema history has it."""
 
     table: TableId
     columns: int
@@ -81,21 +81,21 @@ class Delivered:
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """An acknowledgement is durable, and the source was told if the position has moved."""
+    """An acknowledgement is durable. If the position has moved, the source was informed."""
 
     position: Position
     rows: int
-    """All, ever."""
+    """All rows ever acknowledged under this key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsRejected:
-    """The sink does not take some rows of a batch, and will not."""
+    """The sink rejects some rows of a batch for good."""
 
     rows: int
     tables: tuple[TableId, ...]
     reason: str
-    """Of the first."""
+    """The first row's reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class RuleHalted:
 
 @dataclass(frozen=True, kw_only=True)
 class RowsDeadLettered:
-    """Rows that a rule could not be applied to were taken by `on_letter`."""
+    """Rows that a rule failed at were accepted by `on_dead_letter`."""
 
     rule: str
     table: TableId
@@ -119,7 +119,7 @@ class RowsDeadLettered:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleUnmatched:
-    """A rule has had nothing to do by the time of stopping: no table, or no row, was one for it."""
+    """A rule had matched no table, or no row, when the runtime stopped."""
 
     rule: str
     reason: str
@@ -127,7 +127,7 @@ class RuleUnmatched:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotBegun:
-    """Tables are about to be read."""
+    """The runtime is about to read tables."""
 
     id: str
     tables: tuple[TableId, ...]
@@ -145,7 +145,7 @@ class TableRead:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotEnded:
-    """All tables were read, and acknowledged; or somebody stopped it, or it failed."""
+    """All tables were read and acknowledged, or the snapshot was stopped or failed."""
 
     id: str
     rows: int
@@ -155,32 +155,34 @@ class SnapshotEnded:
 
 @dataclass(frozen=True)
 class Paused:
-    """Nothing is handed out until somebody resumes it."""
+    """The runtime is paused: it hands out nothing until it is resumed."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """It goes on."""
+    """A pause has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """It can not go on: who acts next stands in the error."""
+    """The runtime cannot continue: the error says who acts next."""
 
     error: TailraceError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """It has let go of the source."""
+    """The runtime has closed its source."""
 
     position: Position
     rows: int
     unacknowledged: int
-    """Rows that were handed out, and come again."""
+    """Rows that were handed out and will be sent again."""
     injected: int = 0
-    """Rows of `enqueue` that were not delivered. They are in memory alone: the next `start()` of this runtime has
-    them."""
+    """Rows of `enqueue` that were not delivered.
+
+    They exist in memory only: the next `start()` of this runtime delivers them.
+    """
 
 
 Fact: TypeAlias = (
@@ -205,25 +207,25 @@ Fact: TypeAlias = (
     | Stopped
 )
 Observer: TypeAlias = Callable[[Fact], None]
-"""Called in the runtime's own thread: what takes long holds the changes up."""
+"""A function called in the runtime's own thread. Slow observers delay the changes."""
 
 
 def to_tailrace_error(error: Exception) -> TailraceError:
-    """Any failure as an error that can be told."""
+    """Return any failure as an error that is safe to report."""
     if isinstance(error, TailraceError):
         return error
-    # Only where it happened: the text of an error that nobody foresaw may hold a row's values.
+    # Only where it happened: the text of an unexpected error may contain a row's values.
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    made = RuntimeFailed(
+    failure = RuntimeFailed(
         f"unexpected {type(error).__name__} in {frame.name} ({Path(frame.filename).name}:{frame.lineno})",
-        hint="Mend what has raised it. Nothing was passed: the same is tried again.",
+        hint="Fix the code that raised it. No row was skipped: the next poll retries.",
     )
-    made.__cause__ = error
-    return made
+    failure.__cause__ = error
+    return failure
 
 
 class ObserverList:
-    """Tells all observers."""
+    """Calls all observers with each event."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
@@ -235,28 +237,27 @@ class ObserverList:
         for observer in self._observers:
             try:
                 observer(fact)
-            except Exception as error:  # an observer's own business
+            except Exception as error:  # its failure must not stop the runtime
                 log.warning(
-                    "an observer failed",
-                    extra={"fact": type(fact).__name__, "reason": to_tailrace_error(error).message},
+                    "observer failed", extra={"fact": type(fact).__name__, "reason": to_tailrace_error(error).message}
                 )
 
 
 class Verdict(enum.Enum):
-    """How a runtime is."""
+    """A runtime's health in one word."""
 
     HEALTHY = "healthy"
-    """It delivers."""
+    """The runtime delivers."""
     IDLE = "idle"
-    """There is nothing to deliver, or it is paused."""
+    """The runtime has nothing to deliver, or is paused."""
     STALLED = "stalled"
-    """It should deliver, and does not: the reason says why, the remedy what to do."""
+    """The runtime should deliver and does not. Reason and remedy say more."""
     NOT_RUNNING = "not_running"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """A verdict, and what is behind it."""
+    """A verdict with its reason and remedy."""
 
     verdict: Verdict
     reason: str = ""
@@ -275,7 +276,10 @@ def assess_health(
     reading: bool,
     limit_seconds: float,
 ) -> Health:
-    """The verdict. `state`: what it is instead of running; `unacknowledged`: rows of the batch under way, if one is."""
+    """Return the runtime's health.
+
+    `state` is its state if it does not run; `unacknowledged` counts the rows of the batch under way, if there is one.
+    """
     if state is not None:
         return Health(verdict=Verdict.NOT_RUNNING, reason=f"it is {state}", remedy="Start it.")
     if error is not None:
@@ -297,7 +301,7 @@ def assess_health(
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """How a runtime stands, for whoever asks from another thread. Each number is true, though not all of one moment."""
+    """A runtime's status, for other threads. Each number is true, but not all at the same moment."""
 
     state: str
     paused: bool
@@ -309,5 +313,5 @@ class Status:
     injected: int
     reconnects: int
     snapshot: str | None
-    """The snapshot under way: how many of how many tables, in words."""
+    """Progress of the current snapshot in words: tables read, of how many."""
     health: Health

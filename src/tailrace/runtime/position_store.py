@@ -1,8 +1,8 @@
-"""Where a runtime's place is kept: how far it is, in one record that is durable when `save` returns.
+"""Stores of a runtime's resume point: one record that is durable when `save` returns.
 
-The stream's position and the cursor of a snapshot under way stand in the same record, so a crash never finds one
-without the other. Two kinds: a checkpoint store, beside a sink that knows nothing of positions; and the change log,
-whose commit holds the rows and the place in one.
+The stream's position and the progress of a snapshot are in the same record, so a crash never leaves one without the
+other. There are two kinds. A checkpoint store is for a sink that knows nothing of positions. The change log has the
+rows and the point in one commit.
 """
 
 from __future__ import annotations
@@ -22,30 +22,35 @@ from tailrace.storage.records import UnknownFormat, unreadable_hint
 from tailrace.validation import require_instance, require_methods
 
 FORMAT = 2
-"""Of what stands in a checkpoint's metadata. Format 1 has passed no numbers over, and is read as that."""
+"""Format of a checkpoint's metadata. Format 1 has no `passed` count, which reads as 0."""
 SEQS_SKIPPED = 100_000_000_000
-"""So many numbers are passed over at once: more than were handed out behind any place. That is one batch, or one
-transaction in parts, and one of so many rows would be several terabytes of a server's log."""
+"""Numbers skipped at once: more than were handed out after any saved point.
+
+That is one batch, or one transaction in parts. One of so many rows would be several terabytes of a server's log.
+"""
 _NAMES = {"postgres": "postgresql"}
-_HINT = "Restore the checkpoint from a copy, or `delete` it and seed it with a position that the sink certainly has."
+_HINT = (
+    "Restore the checkpoint from a copy, or `delete` it and call `seed_checkpoint` with a position that the sink "
+    "certainly has."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """How far a runtime is: everything up to here was acknowledged."""
+    """A runtime's progress: everything up to here was acknowledged."""
 
     position: Position
     rows: int = 0
-    """How many rows were acknowledged, ever."""
+    """All rows ever acknowledged."""
     transactions: int = 0
     source: SourceId | None = None
-    """The history that the position is of; None: nobody said."""
+    """The source and history that the position belongs to; None if unknown."""
     transaction: int | None = None
-    """The last one that is in it, where that is known."""
+    """The last transaction up to the position, if known."""
     snapshot_job: Mapping[str, Any] | None = None
-    """The snapshot under way, as its source wrote it down."""
+    """The snapshot under way, as `SnapshotJob.to_json` wrote it."""
     skipped_seqs: int = 0
-    """How many numbers were passed over: no row has them, or one that was not acknowledged."""
+    """Numbers that were skipped: no row has them, or only one that was not acknowledged."""
 
     @property
     def next_seq(self) -> int:
@@ -53,85 +58,86 @@ class ResumePoint:
         return self.rows + self.skipped_seqs
 
     def with_seqs_skipped(self) -> ResumePoint:
-        """The same place, with numbers to come that no row was ever handed out with, whoever did that and died. To be
-        saved before they are used. Where a snapshot goes on or begins, other rows may come next than before."""
+        """Return the point with a next `_seq` that no row ever had.
+
+        A process that died may have handed out rows after the point. Other rows may follow now, where a snapshot
+        continues or begins. The result must be saved before its numbers are used.
+        """
         return replace(self, skipped_seqs=self.skipped_seqs + SEQS_SKIPPED)
 
 
 @runtime_checkable
 class PositionStore(Protocol):
-    """Keeps a runtime's place."""
+    """A store of a runtime's resume point."""
 
     takes_windows: bool
-    """Whether it takes the source's windows as they come, and numbers their rows itself."""
+    """True if it takes the source's windows unchanged and numbers their rows itself."""
 
     def load(self) -> ResumePoint | None:
-        """The last place saved; None only if there never was one."""
+        """Return the last point saved; None only if there never was one."""
 
-    def save(self, place: ResumePoint) -> None:
-        """Make it durable. When this raises, the place before or this one is kept, and nothing else."""
+    def save(self, point: ResumePoint) -> None:
+        """Make the point durable. When this raises, the store has the old point or this one."""
 
 
 class CheckpointPositionStore:
-    """Keeps the place as a checkpoint under a key."""
+    """A store that saves the point as a checkpoint under a key."""
 
     takes_windows = False
 
     def __init__(self, store: CheckpointStore, key: str) -> None:
         self._store, self._key = store, check_key(key)
         self._kind = "custom"
-        """What the checkpoint calls a source that does not say which it is."""
+        """The checkpoint's name for a source that does not say what it is."""
 
     def load(self) -> ResumePoint | None:
         checkpoint = self._store.load(self._key)
         if checkpoint is None:
             return None
-        hint = "`load` gives back what was saved, `Checkpoint.from_json(…)` of it, or None if nothing ever was."
+        hint = "Return what was saved, `Checkpoint.from_json(…)` of it, or None if nothing ever was."
         require_instance("load(…)", checkpoint, Checkpoint, hint)
         self._kind = checkpoint.source_type
         try:
-            return _place(checkpoint)
+            return _resume_point(checkpoint)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateCorrupt(
-                "the checkpoint's metadata is not what a runtime writes",
-                key=self._key,
-                hint=unreadable_hint(error, _HINT),
+                "checkpoint's metadata was not written by a runtime", key=self._key, hint=unreadable_hint(error, _HINT)
             ) from error
 
-    def save(self, place: ResumePoint) -> None:
-        kind = place.source.kind if place.source else self._kind
+    def save(self, point: ResumePoint) -> None:
+        kind = point.source.kind if point.source else self._kind
         self._store.save(
             self._key,
             Checkpoint(
                 source_type=_NAMES.get(kind, kind),
-                position=place.position,
-                metadata=_metadata(place),
-                transaction=None if place.transaction is None else str(place.transaction),
+                position=point.position,
+                metadata=_metadata(point),
+                transaction=None if point.transaction is None else str(point.transaction),
             ),
         )
 
 
-def _metadata(place: ResumePoint) -> dict[str, Any]:
+def _metadata(point: ResumePoint) -> dict[str, Any]:
     return {
         "runtime": FORMAT,
-        "rows": place.rows,
-        "transactions": place.transactions,
-        "source": asdict(place.source) if place.source else None,
-        "snapshot": place.snapshot_job,
-        "passed": place.skipped_seqs,
+        "rows": point.rows,
+        "transactions": point.transactions,
+        "source": asdict(point.source) if point.source else None,
+        "snapshot": point.snapshot_job,
+        "passed": point.skipped_seqs,
     }
 
 
-def _place(checkpoint: Checkpoint) -> ResumePoint:
+def _resume_point(checkpoint: Checkpoint) -> ResumePoint:
     position, stored = checkpoint.position, checkpoint.metadata
-    if "runtime" not in stored:  # seeded by hand, whatever else it says
+    if "runtime" not in stored:  # saved by hand, so the rest means nothing to us
         return ResumePoint(position=position)
     if stored["runtime"] not in (1, FORMAT):
         raise UnknownFormat(stored["runtime"], FORMAT)
     source = SourceId(**stored["source"]) if stored["source"] else None
     scan = stored["snapshot"]
     if scan is not None and not isinstance(scan, dict):
-        raise TypeError("a snapshot is an object")
+        raise TypeError("snapshot is not an object")
     return ResumePoint(
         position=position,
         rows=int(stored["rows"]),
@@ -144,11 +150,12 @@ def _place(checkpoint: Checkpoint) -> ResumePoint:
 
 
 class DurableLog(Protocol):
-    """Where windows become durable. `append` returns only when the window and its end are durable together;
-    it refuses a window that does not start at `position`.
+    """A log in which windows become durable.
 
-    An open window moves nothing: its rows are kept aside until the window that finishes their transaction makes
-    all of them durable at once. A window that continues none forgets what was kept aside: it comes again."""
+    `append` returns only when the window and its end are durable together. It refuses a window that does not start at
+    `position`. An open window moves nothing: its rows wait until the window that ends their transaction makes all of
+    them durable at once. A window that continues no transaction drops the waiting rows: the source sends them again.
+    """
 
     position: Lsn
 
@@ -156,12 +163,15 @@ class DurableLog(Protocol):
 
 
 class LogSink:
-    """The change log as a sink and as the keeper of the place: one append is both."""
+    """The change log as both the sink and the store of the point.
+
+    One append does both.
+    """
 
     takes_windows = True
 
     def __init__(self, log: DurableLog) -> None:
-        require_methods("log", log, ("append",), 'Give `LogWriter("changes", source.identify())`.')
+        require_methods("log", log, ("append",), 'Pass `LogWriter("changes", source.identify())`.')
         self._log = log
 
     def write(self, batch: Batch) -> tuple[()]:
@@ -170,14 +180,14 @@ class LogSink:
         return ()
 
     def flush(self, caught_up: bool) -> None:
-        """What was appended is durable."""
+        """Do nothing: what was appended is durable."""
 
     def load(self) -> ResumePoint | None:
         return ResumePoint(position=self._log.position) if self._log.position > ZERO else None
 
-    def save(self, place: ResumePoint) -> None:
-        """Nothing to do for what was appended; a position that moved without changes is an empty commit."""
-        position = _lsn(place.position)
+    def save(self, point: ResumePoint) -> None:
+        """Append an empty commit if the position moved without changes; else do nothing."""
+        position = _lsn(point.position)
         if position > self._log.position:
             self._log.append(Window(start=self._log.position, end=position))
 
@@ -185,8 +195,8 @@ class LogSink:
 def _lsn(position: Position) -> Lsn:
     if not isinstance(position, Lsn):
         raise ConfigError(
-            "a change log keeps PostgreSQL's positions, and no others yet",
+            "change log cannot keep positions of this kind, only PostgreSQL's",
             found=position_type_of(position).value,
-            hint="Give the runtime a checkpoint store, and a sink of another kind.",
+            hint="Use a checkpoint store and another kind of sink.",
         )
     return position

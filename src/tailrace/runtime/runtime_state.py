@@ -1,4 +1,4 @@
-"""What a runtime is, has done, and leaves behind."""
+"""A runtime's state, progress, and what it returns when it stops."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from tailrace.runtime.output_batch import Batch
 
 
 class State(enum.Enum):
-    """None is stored."""
+    """The states of a runtime. None is stored."""
 
     IDLE = "idle"
     """Never started, or a start failed."""
     RUNNING = "running"
     STOPPING = "stopping"
-    """It lets go of the source."""
+    """The runtime closes its source."""
     STOPPED = "stopped"
-    """It may be started again."""
+    """The runtime is stopped and can be started again."""
 
 
 @dataclass
 class Progress:
-    """What the loop has done since it was made."""
+    """Counters of a loop since it was created."""
 
     windows: int = 0
     transactions: int = 0
     rows: int = 0
-    """Those of a transaction that has come in part are counted as they come."""
+    """Acknowledged rows. Rows of a part of a transaction count when the part is acknowledged."""
     reconnects: int = 0
     source_end: Position = ZERO
-    """The furthest position the source has shown."""
+    """The furthest position that the source has shown."""
     last_error: TailraceError | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drained:
-    """What was not acknowledged when a runtime stopped. All of it but what was injected comes again."""
+    """Rows that were not acknowledged at a stop. The source sends all but the injected ones again."""
 
     in_flight: Batch | None
     buffered: tuple[AnyWindow, ...]
-    """Read, and not handed out."""
+    """Windows that were read and not handed out."""
     pending: tuple[AnyWindow, ...]
     """Parts of a transaction that has not ended."""
     injected: tuple[ChangeBatch, ...]

@@ -1,11 +1,12 @@
-"""Where batches go: the port, and sinks for memory, a text stream and files; to several at once, or each table apart.
+"""Sinks: the port, and sinks for memory, a text stream, files and several sinks.
 
-What a sink must promise: `write` takes a batch whole or raises; it may keep it in memory. When `flush` has returned,
-everything written before is as durable as the sink ever makes it. Rows may come again, and then come with the same
-`_seq`, which no other row ever has; where a snapshot was under way they may also come under new ones. A batch that
-comes again before it was flushed takes its own place, for it was somebody else that failed. A row that the sink will
-never take is told by `write` and is not an error; one that it could not take now is. `testing.sinks` has these
-promises as checks.
+A sink must keep these promises, which `testing.sink_checks` checks:
+
+- `write` takes a batch whole or raises; it may keep it in memory. Once `flush` has returned, everything written before
+  is as durable as the sink ever makes it.
+- Rows may be repeated, with the same `_seq`, which no other row ever has. Where a snapshot was under way they may be
+  repeated under new ones. A batch that is repeated before it was flushed replaces itself: something else had failed.
+- `write` returns rows that the sink will never take; those are not an error. A row that it cannot take now is an error.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from tailrace.validation import (
 )
 
 Encode = Callable[[Event], str]
-"""An event as one line of text."""
+"""A function that returns an event as one line of text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A row that the sink does not take, and will not take if it comes again. The reason holds no values."""
+    """A row that the sink does not take, now or later. The reason contains no values."""
 
     table: TableId
     seq: int
@@ -53,37 +54,40 @@ class Rejected:
 
 
 class Sink(Protocol):
-    """Takes batches, in order, from one thread."""
+    """A receiver of batches, in order, from one thread."""
 
     def write(self, batch: Batch) -> Sequence[Rejected]:
-        """Take the batch, all of it but what is rejected."""
+        """Take the whole batch, except for the rows returned as rejected."""
 
     def flush(self, caught_up: bool) -> None:
-        """Make durable what was written. `caught_up`: nothing more is waiting, so there is time for more than that.
-        Where that turns out only afterwards, it is called once more, with nothing written between."""
+        """Make durable what was written.
+
+        `caught_up` means that nothing more is waiting, so the sink has time for more work. If that turns out only
+        later, `flush` is called once more, with nothing written between.
+        """
 
 
 def require_rejected(answer: object) -> Sequence[Rejected]:
-    """What a sink said of a batch; nothing at all means that it took every row."""
+    """Return the rows that a sink rejected; None means that it took every row."""
     if answer is None:
         return ()
     rows = tuple(answer) if isinstance(answer, Iterable) else (answer,)
     for row in rows:
         if not isinstance(row, Rejected):
             raise SinkError(
-                f"`write` of the sink returned {type(row).__name__} where rows that it rejects are meant",
+                f"sink's `write` returned {type(row).__name__} instead of rejected rows",
                 hint="Return `Rejected(table=…, seq=…, reason=…)` for each such row, or `()`.",
             )
     return rows
 
 
 def require_sink(what: str, sink: object) -> None:
-    """Refuse what takes no batches."""
-    require_methods(what, sink, ("write", "flush"), 'Give a sink such as `JsonlSink("out")`, or one of your own.')
+    """Refuse anything without the methods of a sink."""
+    require_methods(what, sink, ("write", "flush"), 'Pass a sink such as `JsonlSink("out")`, or one of your own.')
 
 
 class MemorySink:
-    """Keeps the batches, as they are."""
+    """A sink that keeps the batches in a list."""
 
     def __init__(self) -> None:
         self.batches: list[ChangeBatch] = []
@@ -93,7 +97,7 @@ class MemorySink:
     def write(self, batch: Batch) -> tuple[()]:
         if batch.rows:
             first, numbered = first_seq(batch.window), batch.ack is not None
-            self._unflushed = [held for held in self._unflushed if not _comes_again(held, first, numbered)]
+            self._unflushed = [kept for kept in self._unflushed if not _is_repeated(kept, first, numbered)]
             self._unflushed.append(batch)
         return ()
 
@@ -110,47 +114,50 @@ class MemorySink:
         return [event for batch in self.batches for event in batch.events()]
 
 
-def _comes_again(held: Batch, first: int, numbered: bool) -> bool:
-    """Whether a batch that begins with this number is one that is held, or is followed by it. What was injected is not
-    in the order of the source; it has numbers below zero, or none that mean anything."""
-    seq = first_seq(held.window)
-    if held.ack is None or not numbered:
-        return held.ack is None and not numbered and seq == first < 0
+def _is_repeated(kept: Batch, first: int, numbered: bool) -> bool:
+    """Return whether a batch that begins with this number repeats a kept one.
+
+    Kept batches after the repeated one repeat too. Injected batches are not in the source's order; they have numbers
+    below zero, or meaningless ones.
+    """
+    seq = first_seq(kept.window)
+    if kept.ack is None or not numbered:
+        return kept.ack is None and not numbered and seq == first < 0
     return seq >= first
 
 
 class _Lines:
-    """Lines that were written and not flushed; a batch that comes again takes its own place."""
+    """Lines that were written and not flushed. A repeated batch replaces itself."""
 
     def __init__(self, encode: Encode) -> None:
-        require_callable("encode", encode, "Give a function of an event that gives a line: `encode=to_json_line`.")
+        require_callable("encode", encode, "Pass a function from an event to a line: `encode=to_json_line`.")
         self._encode = encode
-        self._held: list[tuple[Batch, list[str]]] = []
+        self._kept: list[tuple[Batch, list[str]]] = []
 
     def add(self, batch: Batch) -> None:
         if not batch.rows:
             return
         lines = [self._encode(event) + "\n" for event in batch.events()]
         first, numbered = first_seq(batch.window), batch.ack is not None
-        self._held = [(held, text) for held, text in self._held if not _comes_again(held, first, numbered)]
-        self._held.append((batch, lines))
+        self._kept = [(kept, text) for kept, text in self._kept if not _is_repeated(kept, first, numbered)]
+        self._kept.append((batch, lines))
 
     def text(self) -> str:
-        return "".join(line for _, lines in self._held for line in lines)
+        return "".join(line for _, lines in self._kept for line in lines)
 
     def clear(self) -> None:
-        self._held.clear()
+        self._kept.clear()
 
 
 class StreamSink:
-    """Lines to standard output, or another text stream: one JSON object for each change."""
+    """A sink of JSON lines to standard output or another text stream."""
 
     def __init__(self, stream: TextIO | None = None, *, encode: Encode = to_json_line) -> None:
         if stream is not None:
-            hint = 'Give one that is open for text: `open("changes.jsonl", "a")`, or nothing for standard output.'
+            hint = 'Pass one that is open for text: `open("changes.jsonl", "a")`, or None for standard output.'
             require_methods("stream", stream, ("write", "flush"), hint)
-            given: object = stream
-            if isinstance(given, io.RawIOBase | io.BufferedIOBase):
+            stream_object: object = stream
+            if isinstance(stream_object, io.RawIOBase | io.BufferedIOBase):
                 raise ConfigError("`stream` takes bytes, not text", found=type(stream).__name__, hint=hint)
         self._stream, self._lines = stream or sys.stdout, _Lines(encode)
 
@@ -165,26 +172,29 @@ class StreamSink:
             self._stream.write(text)
             self._stream.flush()
         except OSError as error:
-            raise _failed(error, "the stream") from error
+            raise _write_error(error, "the stream") from error
         except ValueError as error:
             if self._stream.closed:
-                raise SinkError("the stream is closed", hint="Give the sink one that is open.") from error
+                raise SinkError("the stream is closed", hint="Pass the sink an open one.") from error
             raise
 
 
 class JsonlSink:
-    """Lines in files of a folder, `<number>.jsonl`: a new one once the last has so many bytes.
+    """A sink that writes JSON lines to files of a folder, `<number>.jsonl`.
 
-    `fsync`: `always` at each flush; `never` by us; `interval`: at a flush once so many seconds have passed or bytes
-    have come since the last, and whenever nothing more is waiting. A crash of the process costs nothing with any of
-    them; one of the machine costs what was not synced, and what was acknowledged of it does not come again.
+    A new file begins once the last one has `bytes_max` bytes.
 
-    After a crash the files hold whole lines, for one that was torn is cut off when the folder is opened again. Lines of
-    a batch that was not acknowledged may be there: its rows come again, with the same `seq`, or, where a snapshot was
-    under way, with new ones.
+    `fsync` is `always` (at each flush), `never` (the operating system decides) or `interval`. `interval` syncs at a
+    flush once so many seconds have passed or bytes were written since the last sync, and whenever nothing more is
+    waiting. A crash of the process loses nothing with any of them. A crash of the machine loses what was not synced;
+    acknowledged rows among it are not repeated.
 
-    Once it is closed it takes nothing. What was written and not flushed until then was delivered to nobody. A folder
-    has one sink at a time: another one is refused until this one is closed, forgotten, or gone with its process.
+    After a crash the files have whole lines: a torn line is cut off when the folder is opened again. Lines of a batch
+    that was not acknowledged may be there. Its rows are repeated with the same `seq` or, where a snapshot was under
+    way, with new ones.
+
+    A closed sink takes nothing. What was written and not flushed by then was not delivered. A folder has one sink at a
+    time. Another one is refused until this one is closed, garbage collected, or its process has ended.
     """
 
     def __init__(
@@ -198,7 +208,7 @@ class JsonlSink:
         encode: Encode = to_json_line,
     ) -> None:
         if fsync not in ("always", "interval", "never"):
-            raise ConfigError("there is no such `fsync`", hint="It is `always`, `interval` or `never`.")
+            raise ConfigError("`fsync` is not a known value", hint="Use `always`, `interval` or `never`.")
         require_integer("bytes_max", bytes_max, least=1)
         require_integer("fsync_bytes", fsync_bytes, least=1)
         require_seconds("fsync_seconds", fsync_seconds, endless=True)
@@ -207,12 +217,12 @@ class JsonlSink:
         self._lines = _Lines(encode)
         self._unsynced, self._synced_at = 0, time.monotonic()
         self._torn = False
-        """Whether there may be something behind what was flushed."""
+        """True if the file may have bytes after what was flushed."""
         self._closed = False
-        self._let_in: Callable[[], object] = lambda: None
+        self._release_folder: Callable[[], object] = lambda: None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._let_in = _locked(self, self._folder)
+            self._release_folder = _lock_folder(self, self._folder)
             numbers = sorted(int(path.stem) for path in self._folder.iterdir() if _NAME.fullmatch(path.name))
             self._number = numbers[-1] if numbers else 1
             if numbers:
@@ -220,18 +230,18 @@ class JsonlSink:
             self._file = self._open(self._number)
             self._size = os.fstat(self._file).st_size
         except OSError as error:
-            self._let_in()
+            self._release_folder()
             raise SinkError(
-                f"the folder cannot be used: {os.strerror(error.errno or 0)}",
+                f"folder cannot be used: {os.strerror(error.errno or 0)}",
                 folder=self._folder,
-                hint="Give one that this program may make and write to.",
+                hint="Pass one that this program may create and write to.",
             ) from error
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.jsonl"
 
     def _open(self, number: int) -> int:
-        """A file, and its name in the folder durable."""
+        """Open a file and make its name in the folder durable."""
         file = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             if self._fsync != "never":
@@ -249,7 +259,7 @@ class JsonlSink:
     def flush(self, caught_up: bool) -> None:
         self._require_open()
         text = self._lines.text().encode()
-        self._lines.clear()  # if it fails, all of it comes again
+        self._lines.clear()  # if this fails, the runtime repeats all of it
         try:
             if self._torn:
                 os.ftruncate(self._file, self._size)
@@ -265,10 +275,10 @@ class JsonlSink:
                 self._sync()
             self._size, self._torn = self._size + len(text), False
         except OSError as error:
-            with suppress(OSError):  # or it is cut off before the next one
+            with suppress(OSError):  # else the next flush cuts it off
                 os.ftruncate(self._file, self._size)
                 self._torn = False
-            raise _failed(error, "the file") from error
+            raise _write_error(error, "the file") from error
 
     def _sync_due(self, caught_up: bool) -> bool:
         if self._fsync == "never" or not self._unsynced:
@@ -282,7 +292,7 @@ class JsonlSink:
         self._unsynced, self._synced_at = 0, time.monotonic()
 
     def _roll(self) -> None:
-        """Go on in a new file: that one first, so that there is always one that is open, and it is ours."""
+        """Switch to a new file. It is opened before the old one is closed, so one is always open."""
         if self._fsync == "interval" and self._unsynced:
             self._sync()
         following = self._open(self._number + 1)
@@ -291,12 +301,12 @@ class JsonlSink:
         os.close(old)
 
     def _require_open(self) -> None:
-        """The number of a file that was closed may be that of anybody's by now."""
+        """Refuse a closed sink: its file number may belong to another file by now."""
         if self._closed:
-            raise SinkError("the sink is closed", folder=self._folder, hint="Make another one of the same folder.")
+            raise SinkError("sink is closed", folder=self._folder, hint="Open another one for the same folder.")
 
     def close(self) -> None:
-        """Let go of the file; a second time does nothing."""
+        """Close the file. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -306,9 +316,9 @@ class JsonlSink:
                     self._sync()
             finally:
                 os.close(self._file)
-                self._let_in()
+                self._release_folder()
         except OSError as error:
-            raise _failed(error, "the file") from error
+            raise _write_error(error, "the file") from error
 
     def __enter__(self) -> Self:
         return self
@@ -320,17 +330,20 @@ class JsonlSink:
 _NAME = re.compile(r"(?!0+\.)([0-9]{8}|[1-9][0-9]{8,17})\.jsonl")
 
 
-def _locked(sink: JsonlSink, folder: Path) -> Callable[[], object]:
-    """Keep others out of the folder: what one cuts off behind its own lines would be theirs. What lets them in."""
+def _lock_folder(sink: JsonlSink, folder: Path) -> Callable[[], object]:
+    """Lock the folder and return a function that releases it.
+
+    Another sink would cut off this one's lines as torn.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(handle)
         raise SinkError(
-            "another sink writes to the folder",
+            "folder is in use by another sink",
             folder=folder,
-            hint="Close that one first (`sink.close()`), or end its process; or give another folder.",
+            hint="Close that sink first (`sink.close()`), end its process, or pass another folder.",
         ) from error
     except BaseException:
         os.close(handle)
@@ -352,28 +365,30 @@ def _cut_torn(path: Path) -> None:
         file.seek(0, os.SEEK_END)
         end = file.tell()
         step = 1 << 16
-        at = end
-        while at:
-            begin = max(0, at - step)
+        line_end = end
+        while line_end:
+            begin = max(0, line_end - step)
             file.seek(begin)
-            found = file.read(at - begin).rfind(b"\n")
+            found = file.read(line_end - begin).rfind(b"\n")
             if found >= 0:
-                at = begin + found + 1
+                line_end = begin + found + 1
                 break
-            at = begin
-        if at < end:
-            file.truncate(at)
+            line_end = begin
+        if line_end < end:
+            file.truncate(line_end)
 
 
-def _failed(error: OSError, what: str) -> SinkError:
-    said = os.strerror(error.errno) if error.errno else type(error).__name__
+def _write_error(error: OSError, what: str) -> SinkError:
+    reason = os.strerror(error.errno) if error.errno else type(error).__name__
     if isinstance(error, BrokenPipeError):
-        return SinkError(f"{what} cannot be written: {said}", hint="Nobody reads it any more.")
-    return SinkUnready(f"{what} cannot be written: {said}", hint="Look at the disk; it is tried again.")
+        return SinkError(
+            f"{what} cannot be written: {reason}", hint="Restart the program that reads it, or write to a file."
+        )
+    return SinkUnready(f"{what} cannot be written: {reason}", hint="Check the disk. The runtime retries.")
 
 
 def _close(sinks: Iterable[Sink]) -> None:
-    with ExitStack() as closing:  # each, also if another one fails at it
+    with ExitStack() as closing:  # closes each, even if another one fails to close
         for sink in sinks:
             close = getattr(sink, "close", None)
             if callable(close):
@@ -381,11 +396,14 @@ def _close(sinks: Iterable[Sink]) -> None:
 
 
 class FanOut:
-    """Every batch to every sink. A batch is delivered once all have it; if one fails, it comes again to all."""
+    """A sink that gives every batch to several sinks.
+
+    A batch is delivered once all have it. If one fails, all get it again.
+    """
 
     def __init__(self, *sinks: Sink) -> None:
         if not sinks:
-            raise ConfigError("a batch would go nowhere", hint="Name the sinks: `FanOut(JsonlSink(…), MemorySink())`.")
+            raise ConfigError("fan-out has no sink", hint="Name the sinks: `FanOut(JsonlSink(…), MemorySink())`.")
         for sink in sinks:
             require_sink("sink", sink)
         self._sinks = sinks
@@ -398,17 +416,17 @@ class FanOut:
             sink.flush(caught_up)
 
     def close(self) -> None:
-        """Close those that can be."""
+        """Close the sinks that have a `close`."""
         _close(self._sinks)
 
 
 class TableRouter:
-    """Each table to its own sink; what no route names goes to `otherwise`, or is rejected."""
+    """A sink with one sink per table. Other tables use `otherwise`, or are rejected."""
 
     def __init__(self, routes: Mapping[TableId, Sink], otherwise: Sink | None = None) -> None:
-        require_instance("routes", routes, Mapping, 'Give `{TableId("public", "orders"): sink}`.')
+        require_instance("routes", routes, Mapping, 'Pass `{TableId("public", "orders"): sink}`.')
         if not routes and otherwise is None:
-            raise ConfigError("every row would be rejected", hint="Name a sink for a table, or `otherwise`.")
+            raise ConfigError("router has no sink", hint="Name a sink for a table, or `otherwise`.")
         require_distinct_tables(routes)
         for sink in (*routes.values(), *([otherwise] if otherwise is not None else [])):
             require_sink("sink", sink)
@@ -425,8 +443,8 @@ class TableRouter:
                 rejected += [Rejected(table=rows.schema.table, seq=seq, reason=reason) for seq in seqs]
             else:
                 parts.setdefault(id(sink), (sink, []))[1].append(rows)
-        for sink, some in parts.values():
-            rejected += require_rejected(sink.write(batch.with_rows(some)))
+        for sink, batches in parts.values():
+            rejected += require_rejected(sink.write(batch.with_rows(batches)))
         return rejected
 
     def flush(self, caught_up: bool) -> None:
@@ -434,10 +452,10 @@ class TableRouter:
             sink.flush(caught_up)
 
     def close(self) -> None:
-        """Close those that can be."""
+        """Close the sinks that have a `close`."""
         _close(self._sinks)
 
     @property
     def _sinks(self) -> list[Sink]:
-        """Each once."""
+        """Return each sink once."""
         return list({id(sink): sink for sink in (*self._routes.values(), self._otherwise) if sink is not None}.values())

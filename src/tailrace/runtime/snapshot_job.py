@@ -1,6 +1,7 @@
-"""A snapshot as it stands in the checkpoint: which tables, which rows, and how far it is.
+"""A snapshot as the checkpoint stores it: its tables, its rows and its progress.
 
-It goes on as what it was begun as: under other settings it is refused, never left out or mixed with another.
+It continues only under the settings it was started with. Other settings are refused: the snapshot is never dropped
+silently or mixed with another.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tailrace.runtime.position_store import ResumePoint
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotJob:
-    """A snapshot: what is read, and how far it is."""
+    """A snapshot: what it reads, and how far it is."""
 
     id: str
     tables: tuple[TableId, ...]
@@ -24,7 +25,7 @@ class SnapshotJob:
     where: str | None
     rows: int = 0
     scan_record: Mapping[str, Any] | None = None
-    """The source's own record."""
+    """The source's own record of the scan."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -48,32 +49,32 @@ class SnapshotJob:
         )
 
 
-def require_compatible_snapshot(place: ResumePoint | None, bulk: Sequence[TableId], live: Sequence[TableId]) -> None:
-    """Refuse settings that do not go together, or not with the snapshot that the place tells of."""
+def require_compatible_snapshot(point: ResumePoint | None, bulk: Sequence[TableId], live: Sequence[TableId]) -> None:
+    """Refuse settings that contradict each other or the checkpoint's snapshot."""
     if bulk and live:
         raise ConfigError(
-            "`snapshot_tables` and `incremental_snapshot` do not go together",
-            hint="Read tables before the stream, or beside it: give one of the two.",
+            "`snapshot_tables` and `incremental_snapshot` exclude each other",
+            hint="Read tables before the stream or during it: pass one of the two.",
         )
-    if place is None or place.snapshot_job is None:
+    if point is None or point.snapshot_job is None:
         return
-    job = SnapshotJob.from_json(place.snapshot_job)
+    job = SnapshotJob.from_json(point.snapshot_job)
     if job.incremental:
         return
     if live:
         raise ConfigError(
-            "the checkpoint is in the middle of a snapshot that comes before the stream, and goes on as one",
-            hint="Give `snapshot_tables` until it is over, then `control.snapshot` for an incremental one.",
+            "checkpoint is in the middle of a snapshot that precedes the stream",
+            hint="Pass `snapshot_tables` until it is over, then call `control.snapshot` for an incremental one.",
         )
     if not bulk:
         raise ConfigError(
-            "the checkpoint is in the middle of a snapshot, and no snapshot tables are named",
+            "checkpoint is in the middle of a snapshot, and no snapshot tables are named",
             tables=", ".join(map(str, job.tables)),
             hint="Name the same `snapshot_tables` until it is over.",
         )
     if set(bulk) != set(job.tables):
         raise ConfigError(
-            "the checkpoint is in the middle of a snapshot of other tables",
+            "checkpoint is in the middle of a snapshot of other tables",
             tables=", ".join(map(str, job.tables)),
             hint="Name the same `snapshot_tables` until it is over.",
         )

@@ -1,13 +1,14 @@
-"""Snapshots inside the runtime: bulk, before the stream; or incremental, chunks between batches of the stream.
+"""Snapshots in a runtime: bulk, before the stream, or incremental, in chunks between batches.
 
-A row that was read is never older than what was handed out before it, so whoever keeps the last state of each key is
-never set back: a chunk is read in a snapshot that sees every transaction that was handed out, and until all its rows
-are, nothing else is. Whatever a row shows that the stream has not told yet, the stream tells after it.
+A row that was read is never older than what was handed out before it, so a reader that keeps the last state per key
+never goes back in time. A chunk is read in a snapshot that sees every transaction handed out so far. Until all its rows
+are handed out, nothing else is. Whatever a row shows before the stream does, the stream sends after it.
 
-Rows go through the rules after the cursor was taken of them: it is a key of the source, whatever rules make of keys.
-The cursor is part of the place: it moves when rows are acknowledged. A snapshot that breaks goes on behind it, or
-begins again where its source cannot do that. One beside the stream never holds the stream up: it waits by itself, and
-is given up if that lasts too long, or if waiting does not help. An order to stop it is heard before it is taken up.
+A row passes the rules after its scan record was taken: the record has a key of the source, whatever the rules make of
+keys. The record is part of the resume point, and moves when rows are acknowledged. A broken snapshot continues after
+it, or begins again where the source cannot continue. A snapshot during the stream never blocks the stream: it waits
+alone, and is given up if that takes too long or if waiting does not help. A request to stop it is handled before it is
+opened again.
 """
 
 from __future__ import annotations
@@ -43,33 +44,31 @@ from tailrace.transforms.row_images import renumber
 log = logging.getLogger(__name__)
 
 RETRIED_ERRORS = (SourceUnreachable, SourceSlow)
-"""What a snapshot that was asked for is begun again after."""
-
-
+"""Errors after which a requested snapshot is tried again."""
 PROGRESS_SAVE_SECONDS = 10.0
-"""How often the cursor is saved while rules leave nothing of what is read."""
+"""Seconds between two saves while the rules leave no row of what is read."""
 
 
 class SaveResumePoint(Protocol):
-    """Makes a place durable."""
+    """A function that makes a resume point durable."""
 
-    def __call__(self, place: ResumePoint, *, moved: bool) -> None:
-        """`moved`: whether the source has given something since the place before, and not only a promise."""
+    def __call__(self, point: ResumePoint, *, moved: bool) -> None:
+        """Save the point. `moved` is true if the source has delivered something since the last one."""
 
 
 @dataclass
 class PieceDelivery:
-    """A piece on its way out: its rows as the rules show them, and how many are handed out and acknowledged."""
+    """The delivery of one piece of a scan, after the rules."""
 
     piece: ScanPiece
     window: AnyWindow
     source_rows: npt.NDArray[np.int64]
-    """Which row of the piece each was, in order."""
+    """For each row, in order, the row of the piece that it was made of."""
     acknowledged: int = 0
     handed_out_until: int = 0
 
     def hand_out(self, limits: Limits) -> AnyWindow:
-        """As many of the rows as a batch holds."""
+        """Return as many of the rows as a batch holds."""
         size = max(1, window_bytes(self.window))
         room = max(1, min(limits.rows, limits.bytes * self.window.rows // size))
         self.handed_out_until = min(self.acknowledged + room, self.window.rows)
@@ -77,7 +76,7 @@ class PieceDelivery:
 
     @property
     def handed_out(self) -> AnyWindow | None:
-        """What of it is handed out and not acknowledged."""
+        """The rows that are handed out and not acknowledged."""
         return (
             slice_window(self.window, self.acknowledged, self.handed_out_until)
             if self.acknowledged < self.handed_out_until
@@ -85,44 +84,44 @@ class PieceDelivery:
         )
 
     def scan_record_after(self, rows: int) -> Mapping[str, Any]:
-        """The scan's record once so many more are acknowledged."""
+        """Return the scan's record for after so many more rows are acknowledged."""
         after = self.acknowledged + rows
         if after >= self.window.rows:
             return self.piece.record(len(self.piece.data))
-        # A row that rules have made two of is done when both are.
+        # A row that rules turned into two is done when both are.
         whole = min(int(self.source_rows[after - 1]) + 1, int(self.source_rows[after])) if after else 0
         return self.piece.record(whole)
 
 
 class SnapshotRunner:
-    """The snapshot under way, if there is one."""
+    """Runs the snapshot under way, if there is one."""
 
     def __init__(
         self,
         source: object,
         rules: TransformRunner,
-        tell: ObserverList,
+        observers: ObserverList,
         *,
         retry_seconds_max: float,
         stream_lost: Callable[[], bool],
     ) -> None:
-        self._source, self._rules, self._tell = source, rules, tell
+        self._source, self._rules, self._notify = source, rules, observers
         self._retry_seconds_max, self._stream_lost = retry_seconds_max, stream_lost
         self.outage: Outage | None = None
-        """What one beside the stream waits for, or one that was asked for."""
+        """Why a requested snapshot, or one during the stream, waits."""
         self._job: SnapshotJob | None = None
         self._scan: Scan | None = None
         self._piece: ScanPiece | None = None
-        """Read, and not through the rules yet: what they halt at is tried again."""
-        self._given: PieceDelivery | None = None
-        self._passed_since: float | None = None
-        """Since when rows were read of which nothing is left, and that is not on record."""
+        """A piece that has not passed the rules. If they halt, it is tried again."""
+        self._delivery: PieceDelivery | None = None
+        self._dropped_since: float | None = None
+        """Since when rows were read of which the rules left none, unsaved."""
         self._in_chunk = False
         self._streams_turn = False
         self._ended = False
-        """Whether its last rows are acknowledged, and that is on record."""
+        """True once its last rows are acknowledged and that is saved."""
         self._delivered: set[int] = set()
-        """Transactions handed out since a snapshot was last seen to see all of them."""
+        """Transactions handed out since a snapshot was last seen to include all of them."""
         self._tables_done = 0
 
     @property
@@ -131,81 +130,84 @@ class SnapshotRunner:
 
     @property
     def id(self) -> str | None:
-        """Of the one under way."""
+        """Id of the snapshot under way."""
         return job.id if (job := self._job) is not None else None
 
     @property
     def is_incremental(self) -> bool:
-        """Whether one is under way beside the stream."""
+        """True if a snapshot is under way during the stream."""
         return self._job is not None and self._job.incremental
 
     @property
     def blocks_stream(self) -> bool:
-        """Whether the stream waits until it is over, or until its chunk is."""
+        """True if the stream waits for the snapshot, or for its current chunk."""
         return self._job is not None and (not self._job.incremental or self._in_chunk)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to read, and all that was read is acknowledged."""
+        """True if nothing is left to read and every row is acknowledged."""
         return self._scan is not None and not self._in_chunk and self._scan.done
 
     @property
     def summary(self) -> str | None:
-        """How far it is, in words."""
+        """Progress in words."""
         job = self._job
         if job is None:
             return None
         kind = "incremental" if job.incremental else "bulk"
         return f"{kind} {job.id}: {self._tables_done} of {len(job.tables)} tables, {job.rows:,} rows"
 
-    # Beginning.
+    # Begin.
 
-    def begin(self, place: ResumePoint, tables: Sequence[TableId], *, live: bool) -> ResumePoint:
-        """Begin one; the place to save before its first row. A bulk one decides where the stream begins."""
-        begun = self._begun(place, tables, live=live)
-        self._tell_begun(resumed=False)
-        return begun
+    def begin(self, point: ResumePoint, tables: Sequence[TableId], *, live: bool) -> ResumePoint:
+        """Begin a snapshot; return the point to save before its first row.
 
-    def resume(self, place: ResumePoint) -> ResumePoint:
-        """Go on with the one that the place tells of, or begin it anew; the place to save."""
-        found, resumed = self._resumed(place)
-        self._tell_begun(resumed=resumed)
-        return found
+        A bulk snapshot decides where the stream begins.
+        """
+        started = self._begin_scan(point, tables, live=live)
+        self._report_begun(resumed=False)
+        return started
 
-    def _begun(
+    def resume(self, saved: ResumePoint) -> ResumePoint:
+        """Continue the point's snapshot, or begin it again; return the point to save."""
+        point, resumed = self._resume_scan(saved)
+        self._report_begun(resumed=resumed)
+        return point
+
+    def _begin_scan(
         self,
-        place: ResumePoint,
+        point: ResumePoint,
         tables: Sequence[TableId],
         *,
         live: bool,
         where: str | None = None,
-        named: str | None = None,
+        snapshot_id: str | None = None,
     ) -> ResumePoint:
-        job = SnapshotJob(id=named or uuid.uuid4().hex[:12], tables=tuple(tables), incremental=live, where=where)
+        job = SnapshotJob(id=snapshot_id or uuid.uuid4().hex[:12], tables=tuple(tables), incremental=live, where=where)
         self._scan = self._scannable.scan(job.tables, live=live, where=where)
         self._start(replace(job, scan_record=self._scan.record()))
-        return self._recorded(place if live else replace(place, position=self._scan.start))
+        return self._with_job(point if live else replace(point, position=self._scan.start))
 
-    def _resumed(self, place: ResumePoint) -> tuple[ResumePoint, bool]:
-        """The place to save, and whether it goes on."""
-        assert place.snapshot_job is not None, "there is one"
-        job = SnapshotJob.from_json(place.snapshot_job)
+    def _resume_scan(self, point: ResumePoint) -> tuple[ResumePoint, bool]:
+        """Return the point to save, and whether the snapshot continues."""
+        assert point.snapshot_job is not None, "there is one"
+        job = SnapshotJob.from_json(point.snapshot_job)
         assert job.scan_record is not None, "it was begun"
         self._job = job
         self._scan = self._scannable.resume_scan(job.scan_record)
         if self._scan is None:
             log.warning(
-                "the source cannot go on with a snapshot: it begins again",
+                "source cannot continue a snapshot: it begins again",
                 extra={"snapshot": job.id, "tables": len(job.tables), "rows": job.rows},
             )
-            return self._begun(place, job.tables, live=job.incremental, where=job.where, named=job.id), False
+            return self._begin_scan(point, job.tables, live=job.incremental, where=job.where, snapshot_id=job.id), False
         self._start(job)
-        return place, True
+        return point, True
 
     @property
     def _scannable(self) -> Scannable:
         if not isinstance(self._source, Scannable):
-            raise Unsupported("this source cannot read tables", hint="Start it without a snapshot.")
+            raise Unsupported("source cannot read tables", hint="Start the runtime without a snapshot.")
         return self._source
 
     def _start(self, job: SnapshotJob) -> None:
@@ -213,32 +215,34 @@ class SnapshotRunner:
         self._forget_rows()
         self._streams_turn = False
 
-    def _tell_begun(self, *, resumed: bool) -> None:
+    def _report_begun(self, *, resumed: bool) -> None:
         job = self._job
         assert job is not None, "one is under way"
-        self._tell(SnapshotBegun(id=job.id, tables=job.tables, incremental=job.incremental, resumed=resumed))
+        self._notify(SnapshotBegun(id=job.id, tables=job.tables, incremental=job.incremental, resumed=resumed))
 
-    def _recorded(self, place: ResumePoint) -> ResumePoint:
-        return replace(place, snapshot_job=self._job.to_json() if self._job else None)
+    def _with_job(self, point: ResumePoint) -> ResumePoint:
+        return replace(point, snapshot_job=self._job.to_json() if self._job else None)
 
-    # Going on.
+    # Continue and end.
 
-    def save_progress(self, place: ResumePoint, control: Control, save: SaveResumePoint) -> bool:
-        """Save the place because a snapshot is over, was given up, or is about to begin; whether it was. If it cannot
-        be saved, nothing of that has happened, and it is tried again."""
-        for given_up in control.take_cancelled():
-            self._tell(SnapshotEnded(id=given_up, rows=0, stopped=True))
+    def save_progress(self, point: ResumePoint, control: Control, save: SaveResumePoint) -> bool:
+        """Save the point if a snapshot ended, stopped or begins; return whether it was saved.
+
+        If it cannot be saved, none of that has happened, and the next call tries again.
+        """
+        for cancelled in control.take_cancelled():
+            self._notify(SnapshotEnded(id=cancelled, rows=0, stopped=True))
         stopped = self._job is not None and control.is_cancelled(self._job.id)
         if stopped or self.is_over:
-            save(replace(place, snapshot_job=None), moved=False)
+            save(replace(point, snapshot_job=None), moved=False)
             self._end(stopped=stopped)
         elif self._job is None:
-            return self._next_wish(place, control, save)
+            return self._begin_next_request(point, control, save)
         elif self._scan is None and not self._waiting:
-            self._take_up(place, save)
-        elif self._passed_since is not None and time.monotonic() - self._passed_since >= PROGRESS_SAVE_SECONDS:
-            save(self._recorded(place), moved=True)
-            self._passed_since, self.outage = None, None
+            self._reopen(point, save)
+        elif self._dropped_since is not None and time.monotonic() - self._dropped_since >= PROGRESS_SAVE_SECONDS:
+            save(self._with_job(point), moved=True)
+            self._dropped_since, self.outage = None, None
         else:
             return False
         return True
@@ -247,69 +251,76 @@ class SnapshotRunner:
     def _waiting(self) -> bool:
         return self.outage is not None and time.monotonic() < self.outage.retry_at
 
-    def _next_wish(self, place: ResumePoint, control: Control, save: SaveResumePoint) -> bool:
+    def _begin_next_request(self, point: ResumePoint, control: Control, save: SaveResumePoint) -> bool:
         if self._waiting:
             return False
-        wish = control.next_request()
-        if wish is None:
-            self.outage = None  # whoever waited was told to stop
+        request = control.next_request()
+        if request is None:
+            self.outage = None  # the request that waited was stopped
             return False
         try:
-            return self._fulfil(place, wish, control, save)
+            return self._begin_request(point, request, control, save)
         finally:
             control.clear_starting()
 
-    def _fulfil(self, place: ResumePoint, wish: SnapshotRequest, control: Control, save: SaveResumePoint) -> bool:
-        """Begin what was asked for. What cannot be begun does not disturb the stream."""
+    def _begin_request(
+        self, point: ResumePoint, request: SnapshotRequest, control: Control, save: SaveResumePoint
+    ) -> bool:
+        """Begin a requested snapshot. A failure does not disturb the stream."""
         try:
-            # The stream's rows that a process before this one has handed out are not to come under a chunk's numbers.
-            begun = self._begun(place.with_seqs_skipped(), wish.tables, live=True, where=wish.where, named=wish.id)
+            # A former process may have handed out rows of the stream: a chunk must not use their numbers.
+            started = self._begin_scan(
+                point.with_seqs_skipped(), request.tables, live=True, where=request.where, snapshot_id=request.id
+            )
         except TailraceError as error:
-            self._let_go()
+            self._close_scan()
             self._job = None
             if isinstance(error, RETRIED_ERRORS) and self.should_retry(error):
-                control.put_back_request(wish)
+                control.put_back_request(request)
             else:
                 self.close()
-                self._say_failed(wish.id, 0, error)
+                self._report_failure(request.id, 0, error)
             return False
         except BaseException:
             self.close()
-            control.put_back_request(wish)
+            control.put_back_request(request)
             raise
         try:
-            save(begun, moved=False)
+            save(started, moved=False)
         except BaseException:
             self.close()
-            control.put_back_request(wish)
+            control.put_back_request(request)
             raise
         self.outage = None
-        self._tell_begun(resumed=False)
+        self._report_begun(resumed=False)
         return True
 
-    def _take_up(self, place: ResumePoint, save: SaveResumePoint) -> None:
-        found, resumed = self._resumed(place)
+    def _reopen(self, saved: ResumePoint, save: SaveResumePoint) -> None:
+        point, resumed = self._resume_scan(saved)
         try:
-            save(found, moved=False)
+            save(point, moved=False)
         except BaseException:
-            self._let_go()  # one that began anew is not the one on record
+            self._close_scan()  # a scan that began again is not the saved one
             raise
-        self._tell_begun(resumed=resumed)
+        self._report_begun(resumed=resumed)
 
-    def finish(self, place: ResumePoint, save: SaveResumePoint) -> None:
-        """Have it on record before a stop if it is over: the next start need not know of it."""
+    def finish(self, point: ResumePoint, save: SaveResumePoint) -> None:
+        """Save the end of a finished snapshot before a stop.
+
+        The next start then need not know of it.
+        """
         if not self.is_over:
             return
         try:
-            save(replace(place, snapshot_job=None), moved=False)
+            save(replace(point, snapshot_job=None), moved=False)
         except TailraceError as error:
-            said = {"code": error.code, "reason": error.message}
-            log.warning("the end of a snapshot could not be saved: the next start goes on with it", extra=said)
+            fields = {"code": error.code, "reason": error.message}
+            log.warning("end of a snapshot could not be saved: the next start continues it", extra=fields)
             return
         self._end(stopped=False)
 
     def end_if_acknowledged(self) -> None:
-        """Forget it if its last rows were just acknowledged."""
+        """End the snapshot if its last rows were just acknowledged."""
         if self._ended:
             self._end(stopped=False)
 
@@ -317,63 +328,70 @@ class SnapshotRunner:
         assert self._job is not None, "one is under way"
         job = self._job
         self.close()
-        self._tell(SnapshotEnded(id=job.id, rows=job.rows, stopped=stopped))
+        self._notify(SnapshotEnded(id=job.id, rows=job.rows, stopped=stopped))
 
     def drop_reader(self) -> None:
-        """What it is read with is gone: it goes on behind what was acknowledged."""
-        self._let_go()
+        """Drop a lost reader. The snapshot continues after the acknowledged rows."""
+        self._close_scan()
         self._forget_rows()
 
-    def recover_from_interrupt(self, place: ResumePoint) -> ResumePoint:
-        """Whoever drives it was stopped in the middle of something. It goes on as the place has it on record, under
-        numbers that no row was handed out with; the place to save."""
+    def recover_from_interrupt(self, point: ResumePoint) -> ResumePoint:
+        """Return to the saved point after an interrupted call; return the point to save.
+
+        The snapshot continues under numbers that no row was handed out with.
+        """
         self.drop_reader()
-        if self._job is None or place.snapshot_job is None:
+        if self._job is None or point.snapshot_job is None:
             if self._job is not None:
-                self._end(stopped=False)  # that it is over was the last that was saved
-            return replace(place, snapshot_job=None)
-        return place.with_seqs_skipped()
+                self._end(stopped=False)  # its end was the last thing saved
+            return replace(point, snapshot_job=None)
+        return point.with_seqs_skipped()
 
     def should_retry(self, error: TailraceError) -> bool:
-        """Whether one that does not hold up the stream is tried again after the error; else it is to be given up. While
-        the stream is lost too, only that decides how long to wait."""
+        """Return whether a snapshot during the stream is tried again after the error.
+
+        Else it must be given up. While the stream is lost too, only the stream's outage decides how long to wait.
+        """
         self.outage = Outage.after(self.outage, error)
         if self.outage.must_raise(self._retry_seconds_max) and not (
             self._stream_lost() and isinstance(error, RETRIED_ERRORS)
         ):
             return False
-        said = {"code": error.code, "reason": error.message, "wait": self.outage.pause_seconds}
-        log.warning("a snapshot is broken, trying again; the stream goes on", extra=said)
-        self._tell(Lost(code=error.code, reason=error.message, wait_seconds=self.outage.pause_seconds))
+        fields = {"code": error.code, "reason": error.message, "wait": self.outage.pause_seconds}
+        log.warning("snapshot broken, trying again; the stream continues", extra=fields)
+        self._notify(Lost(code=error.code, reason=error.message, wait_seconds=self.outage.pause_seconds))
         return True
 
     def give_up(self, error: TailraceError) -> None:
-        """Forget it because of the error; the place does not tell of it any more."""
+        """Drop the snapshot because of the error. The saved point no longer has it."""
         assert self._job is not None, "one is under way"
         job = self._job
         self.close()
-        self._say_failed(job.id, job.rows, error)
+        self._report_failure(job.id, job.rows, error)
 
-    def _say_failed(self, snapshot: str, rows: int, error: TailraceError) -> None:
-        said = {"snapshot": snapshot, "code": error.code, "reason": error.headline, "hint": error.hint}
-        log.error("a snapshot failed, the stream goes on", extra=said)
-        self._tell(SnapshotEnded(id=snapshot, rows=rows, stopped=True, error=error))
+    def _report_failure(self, snapshot: str, rows: int, error: TailraceError) -> None:
+        fields = {"snapshot": snapshot, "code": error.code, "reason": error.headline, "hint": error.hint}
+        log.error("snapshot failed, the stream continues", extra=fields)
+        self._notify(SnapshotEnded(id=snapshot, rows=rows, stopped=True, error=error))
 
-    def next(self, place: ResumePoint, limits: Limits, wait_seconds: float) -> AnyWindow | None:
-        """Rows to hand out now; None if the stream is to be asked, or nothing is there yet. Rows that the rules leave
-        nothing of are passed, for so long."""
+    def next(self, point: ResumePoint, limits: Limits, wait_seconds: float) -> AnyWindow | None:
+        """Return rows to hand out now, or None.
+
+        None means that it is the stream's turn, or that there are no rows yet. Rows that the rules drop are skipped for
+        at most `wait_seconds`.
+        """
         until = time.monotonic() + wait_seconds
-        while self._given is None:
+        while self._delivery is None:
             if not self._read(limits.rows):
                 return None
-            self._sift(place)
-            if self._given is None and time.monotonic() >= until:
+            self._apply_rules(point)
+            if self._delivery is None and time.monotonic() >= until:
                 return None
         self.outage = None
-        return self._given.hand_out(limits)
+        return self._delivery.hand_out(limits)
 
     def _read(self, rows_max: int) -> bool:
-        """Have a piece; False if there is none now."""
+        """Read a piece unless there is one; return False if there is none now."""
         while self._piece is None:
             if self._scan is None or self._job is None:
                 return False
@@ -392,84 +410,87 @@ class SnapshotRunner:
                 self._piece = piece
         return True
 
-    def _sift(self, place: ResumePoint) -> None:
-        """What the rules leave of the piece, to be given out; it stays where it is if they halt."""
-        assert self._piece is not None, "one was read"
-        read = _window(self._piece, place.position)
+    def _apply_rules(self, point: ResumePoint) -> None:
+        """Apply the rules to the piece and prepare its delivery. If they halt, the piece stays."""
+        assert self._piece is not None, "a piece was read"
+        read = _window(self._piece, point.position)
         batches = self._rules.transform_batches(read.batches)
         piece, self._piece = self._piece, None
         if not batches:
-            assert self._job is not None, "it is of one"
+            assert self._job is not None, "a piece belongs to a snapshot"
             self._job = replace(self._job, scan_record=piece.record(len(piece.data)))
-            self._passed_since = self._passed_since or time.monotonic()
-            self._pass(piece)
+            self._dropped_since = self._dropped_since or time.monotonic()
+            self._finish_piece(piece)
             return
         sources = np.sort(np.concatenate([batch.data.column(change.SEQ).to_numpy() for batch in batches]))
         if len(batches) > 1 or batches[0] is not read.batches[0]:
             batches = renumber(batches)
-        self._given = PieceDelivery(piece, replace(read, batches=batches, rows=sources.size), sources)
+        self._delivery = PieceDelivery(piece, replace(read, batches=batches, rows=sources.size), sources)
 
-    def _pass(self, piece: ScanPiece) -> None:
-        """All its rows are acknowledged, or there is nothing to acknowledge of it."""
-        assert self._job is not None, "it is of one"
+    def _finish_piece(self, piece: ScanPiece) -> None:
+        """Note that all rows of a piece are acknowledged or dropped."""
+        assert self._job is not None, "a piece belongs to a snapshot"
         if piece.table_done:
             self._tables_done += 1
-            self._tell(TableRead(id=self._job.id, table=piece.schema.table))
+            self._notify(TableRead(id=self._job.id, table=piece.schema.table))
 
     def note_delivered(self, window: AnyWindow) -> None:
-        """Transactions that are about to be handed out, by which the next chunk's snapshot is to be judged."""
+        """Note transactions about to be handed out: the next chunk's snapshot must see them."""
         if self._job is not None and self._job.incremental:
             for batch in window.batches:
                 self._delivered.update(pc.unique(batch.data.column(change.TX)).to_pylist())
 
-    def resume_point_after(self, place: ResumePoint, rows: int) -> ResumePoint:
-        """The place to save for the first rows of what was handed out to be acknowledged."""
+    def resume_point_after(self, point: ResumePoint, rows: int) -> ResumePoint:
+        """Return the point to save before the first `rows` handed-out rows are acknowledged."""
         job = self._job_after(rows)
-        return replace(place, rows=place.rows + rows, snapshot_job=None if self._ends_with(rows) else job.to_json())
+        return replace(point, rows=point.rows + rows, snapshot_job=None if self._ends_with(rows) else job.to_json())
 
     def _ends_with(self, rows: int) -> bool:
-        """Whether these are known to be the last of all: where nothing comes behind them, only reading on tells."""
+        """Return whether these are known to be the snapshot's last rows.
+
+        If the tables after them turn out to be empty, only further reading shows it.
+        """
         assert self._job is not None, "rows of it were handed out"
-        assert self._given is not None, "these"
-        last = self._given.piece.table_done and self._given.piece.schema.table == self._job.tables[-1]
-        return last and self._given.acknowledged + rows >= self._given.window.rows
+        assert self._delivery is not None, "these"
+        last = self._delivery.piece.table_done and self._delivery.piece.schema.table == self._job.tables[-1]
+        return last and self._delivery.acknowledged + rows >= self._delivery.window.rows
 
     def _job_after(self, rows: int) -> SnapshotJob:
         assert self._job is not None, "rows of it were handed out"
-        assert self._given is not None, "these"
-        return replace(self._job, rows=self._job.rows + rows, scan_record=self._given.scan_record_after(rows))
+        assert self._delivery is not None, "these"
+        return replace(self._job, rows=self._job.rows + rows, scan_record=self._delivery.scan_record_after(rows))
 
     def acknowledge(self, rows: int) -> AnyWindow | None:
-        """That place is saved; the rest of what was handed out."""
+        """Note that the point is saved; return the rest of what was handed out."""
         self._ended = self._ends_with(rows)
-        self._job, given = self._job_after(rows), self._given
-        assert given is not None, "rows of it were handed out"
-        given.acknowledged += rows
-        self._passed_since = None
-        if given.acknowledged >= given.window.rows:
-            self._given = None
-            self._pass(given.piece)
-        return given.handed_out
+        self._job, delivery = self._job_after(rows), self._delivery
+        assert delivery is not None, "rows of it were handed out"
+        delivery.acknowledged += rows
+        self._dropped_since = None
+        if delivery.acknowledged >= delivery.window.rows:
+            self._delivery = None
+            self._finish_piece(delivery.piece)
+        return delivery.handed_out
 
     def close(self) -> None:
-        """Forget it; the place still tells of it."""
-        self._let_go()
+        """Forget the snapshot. The saved point still has it."""
+        self._close_scan()
         self._job = self.outage = None
         self._ended = False
         self._forget_rows()
         self._delivered.clear()
 
     def _forget_rows(self) -> None:
-        self._piece, self._given, self._passed_since, self._in_chunk = None, None, None, False
+        self._piece, self._delivery, self._dropped_since, self._in_chunk = None, None, None, False
 
-    def _let_go(self) -> None:
+    def _close_scan(self) -> None:
         scan, self._scan = self._scan, None
         if scan is not None:
             scan.close()
 
 
 def _window(piece: ScanPiece, at: Position) -> AnyWindow:
-    """Rows that were read as changes: `read`, of no transaction, at the position that they were seen at."""
+    """Return rows of a scan as changes: operation `read`, no transaction, at the scan's position."""
     count, now = len(piece.data), time.time_ns() // 1000
     always = {
         change.OP: pa.repeat(pa.scalar(Operation.READ.value, pa.string()), count),

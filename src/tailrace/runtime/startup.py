@@ -1,8 +1,8 @@
-"""How a runtime begins: it finds its place, gets the source ready for it, and takes up a snapshot that was under way.
+"""The start of a runtime: load the position, prepare the source, resume a snapshot.
 
-In that order. A place that cannot be read is an error, never "none". What is new is on record before its first row;
-what was made at a source for a start that failed is taken back. A snapshot beside the stream keeps no start from
-succeeding: it is taken up later, or given up.
+The order matters. An unreadable checkpoint is an error, never "none". A new position is saved before its first row.
+What was made at a source for a failed start is removed again. A snapshot during the stream never makes a start fail: it
+is resumed later, or given up.
 """
 
 from __future__ import annotations
@@ -43,108 +43,113 @@ def require_arguments(
     functions: dict[str, object],
     seconds: dict[str, object],
 ) -> None:
-    """Refuse what a runtime cannot be made of."""
-    require_methods("source", source, ("live",), "Give `PostgresCapture(…)`, or one of your own with `live(after)`.")
-    require_methods("checkpoint", checkpoint, ("load", "save"), 'Give a store: `FileCheckpointStore("state")`.')
+    """Refuse arguments that cannot make a runtime."""
+    require_methods("source", source, ("live",), "Pass `PostgresCapture(…)`, or an own source with `live(after)`.")
+    require_methods("checkpoint", checkpoint, ("load", "save"), 'Pass a store: `FileCheckpointStore("state")`.')
     if history is not None:
-        hint = 'Give `FileSchemaHistory("shapes")`, or nothing.'
+        hint = 'Pass `FileSchemaHistory("schemas")`, or None.'
         require_methods("schema_history", history, ("record", "latest", "versions", "tables"), hint)
     if limits is not None:
-        require_instance("limits", limits, Limits, "Give `Limits(rows=…, bytes=…, seconds=…)`.")
+        require_instance("limits", limits, Limits, "Pass `Limits(rows=…, bytes=…, seconds=…)`.")
     if target is not None:
-        position_type_of(target)  # type: ignore[arg-type] # that is what it finds out
+        position_type_of(target)  # type: ignore[arg-type] # it checks the type
     for what, function in functions.items():
         if function is not None:
-            require_callable(what, function, f"Give a function: `{what}=function`, without calling it.")
+            require_callable(what, function, f"Pass a function: `{what}=function`, without calling it.")
     if not isinstance(observers, Collection):
-        raise ConfigError("`observers` is not a list", found=type(observers).__name__, hint="Give `[function]`.")
+        raise ConfigError("`observers` is not a list", found=type(observers).__name__, hint="Pass `[function]`.")
     for observer in observers:
-        require_callable("observers", observer, "Give functions, each of one fact: `observers=[function]`.")
+        require_callable("observers", observer, "Pass functions that take one event: `observers=[function]`.")
     for what, value in seconds.items():
         require_seconds(what, value, endless=True)
 
 
 def prepare_start(
     source: object,
-    keeper: PositionStore,
+    store: PositionStore,
     history: SchemaHistory | None,
     snapshots: SnapshotRunner,
     bulk: Sequence[TableId],
     live: Sequence[TableId],
 ) -> tuple[ResumePoint, bool]:
-    """Where to begin, saved, and whether there was a place already."""
-    place = keeper.load()
+    """Return where to begin, saved, and whether there was a saved point before."""
+    saved = store.load()
     try:
-        require_compatible_snapshot(place, bulk, live)
+        require_compatible_snapshot(saved, bulk, live)
     except (KeyError, TypeError, ValueError) as error:
         raise StateCorrupt(
-            "the snapshot in the checkpoint cannot be read", hint="Restore the checkpoint from a copy, or `delete` it."
+            "snapshot in the checkpoint cannot be read", hint="Restore the checkpoint from a copy, or `delete` it."
         ) from error
     beginning = first_position(source)
-    _require_kind(place, beginning)
-    _learn(source, history)
+    _require_position_type(saved, beginning)
+    _remember_schemas(source, history)
     if not isinstance(source, PreparedSource):
-        found = place or ResumePoint(position=beginning)
+        point = saved or ResumePoint(position=beginning)
     else:
         identity = source.identify()
-        _require_same(place, identity)
-        origin = place.source if place is not None and place.source is not None else identity
-        begun = source.prepare(place.position if place is not None else None, origin)
-        found = replace(place or ResumePoint(position=begun if begun is not None else beginning), source=origin)
-    if found.snapshot_job is not None:
-        found = found.with_seqs_skipped()
+        _require_same_source(saved, identity)
+        origin = saved.source if saved is not None and saved.source is not None else identity
+        prepared = source.prepare(saved.position if saved is not None else None, origin)
+        point = replace(saved or ResumePoint(position=prepared if prepared is not None else beginning), source=origin)
+    if point.snapshot_job is not None:
+        point = point.with_seqs_skipped()
     try:
-        found = _scanning(found, place, snapshots, bulk, live)
-        require_position_type(found.position, beginning)
-        if found != place:
-            keeper.save(found)
+        point = _with_snapshot(point, saved, snapshots, bulk, live)
+        require_position_type(point.position, beginning)
+        if point != saved:
+            store.save(point)
     except BaseException:
         snapshots.close()
-        if place is None:
-            _undo(source, keeper)
+        if saved is None:
+            _undo(source, store)
         raise
-    return found, place is not None
+    return point, saved is not None
 
 
-def _scanning(
-    found: ResumePoint,
-    place: ResumePoint | None,
+def _with_snapshot(
+    point: ResumePoint,
+    saved: ResumePoint | None,
     snapshots: SnapshotRunner,
     bulk: Sequence[TableId],
     live: Sequence[TableId],
 ) -> ResumePoint:
-    """The place with the snapshot that goes on, or begins."""
-    if place is not None and place.snapshot_job is not None:
+    """Return the point with the snapshot that continues or begins."""
+    if saved is not None and saved.snapshot_job is not None:
         try:
-            return snapshots.resume(found)
+            return snapshots.resume(point)
         except TailraceError as error:
             if not snapshots.is_incremental:
                 raise
             snapshots.drop_reader()
             if snapshots.should_retry(error):
-                return found
+                return point
             snapshots.give_up(error)
-            return replace(found, snapshot_job=None)
-    if place is None and (bulk or live):
-        return snapshots.begin(found, bulk or live, live=not bulk)
-    return found
+            return replace(point, snapshot_job=None)
+    if saved is None and (bulk or live):
+        return snapshots.begin(point, bulk or live, live=not bulk)
+    return point
 
 
-def _undo(source: object, keeper: PositionStore) -> None:
-    """A start that failed can be made again, by another process too: what nothing knows of does not stay."""
+def _undo(source: object, store: PositionStore) -> None:
+    """Remove what a failed start made at the source, unless a checkpoint knows of it.
+
+    The start can be repeated, by another process too. So nothing may stay that no checkpoint knows of.
+    """
     if isinstance(source, RevertibleSource):
         try:
-            if keeper.load() is None:
+            if store.load() is None:
                 source.unprepare()
         except TailraceError as error:
-            log.warning("what was made at the source stays", extra={"code": error.code, "reason": error.message})
+            log.warning(
+                "could not undo the preparation of the source", extra={"code": error.code, "reason": error.message}
+            )
 
 
-def _learn(source: object, history: SchemaHistory | None) -> None:
+def _remember_schemas(source: object, history: SchemaHistory | None) -> None:
     if history is None:
         return
     if history.retention is None:
-        log.warning("the schema history keeps every version of every table: it grows with each change of a shape")
+        log.warning("the schema history keeps every version of every table: it grows with each schema change")
     if isinstance(source, SchemaAwareSource):
         newest = [history.latest(table) for table in history.tables()]
         source.remember_schemas(
@@ -156,25 +161,24 @@ def _learn(source: object, history: SchemaHistory | None) -> None:
         )
 
 
-def _require_kind(place: ResumePoint | None, beginning: Position) -> None:
-    if place is not None and type(place.position) is not type(beginning):
+def _require_position_type(point: ResumePoint | None, beginning: Position) -> None:
+    if point is not None and type(point.position) is not type(beginning):
         raise StateForeign(
-            "the checkpoint counts in positions that this source does not have",
-            found=position_type_of(place.position).value,
+            "checkpoint has positions of another kind than the source",
+            found=position_type_of(point.position).value,
             expected=position_type_of(beginning).value,
-            hint="Give each source a key of its own. A source that does not count as PostgreSQL does says so by its "
-            "`beginning`.",
+            hint="Give each source its own key. A source without PostgreSQL positions must define `beginning`.",
         )
 
 
-def _require_same(place: ResumePoint | None, identity: SourceId) -> None:
-    known = place.source if place is not None else None
+def _require_same_source(point: ResumePoint | None, identity: SourceId) -> None:
+    known = point.source if point is not None else None
     if known is None:
         return
     if (known.kind, known.system, known.database) != (identity.kind, identity.system, identity.database):
         raise StateForeign(
-            "the checkpoint is of another source",
+            "checkpoint belongs to another source",
             expected=f"{known.kind} {known.system}/{known.database}",
             found=f"{identity.kind} {identity.system}/{identity.database}",
-            hint="Give each source a key of its own, or connect to the database that this one is of.",
+            hint="Give each source its own key, or connect to the checkpoint's database.",
         )

@@ -1,1 +1,1 @@
-"""Spark is where the data pipeline runs: a query that wakes the work, and tasks that do it."""
+"""Everything that runs on Spark: sessions, table writers and the data source `cdc`."""

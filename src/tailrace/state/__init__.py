@@ -1,1 +1,1 @@
-"""What a capture must remember beside its rows: how far it came, and every shape of a table."""
+"""Durable state of a capture: checkpoints and schema history."""

@@ -1,13 +1,13 @@
-"""How far a capture has come, and the port of whoever keeps that.
+"""Checkpoints: a capture's stored position, and the port of the stores that keep it.
 
-What must stay true of every store, and `tailrace.testing.store_checks` checks it:
+Every store keeps these promises, and `tailrace.testing.store_checks` checks them:
 
-- What `save` was given is what `load` gives back, and once `save` has returned it outlives what the store promises to
-  outlive: a process for one in memory, a crash of the machine for one in files.
-- None means that nothing was ever saved under the key. A checkpoint that cannot be read is an error.
-- A position never goes back. One that stays may be saved again, with other metadata: a snapshot moves on while the
-  stream's position stands.
-- A key is one file's name, or could be: it is checked wherever it is given.
+- `load` returns what `save` stored. Once `save` has returned, a store in memory keeps it
+  until the process ends, and a store in files keeps it through a crash of the machine.
+- None means that nothing was ever saved under the key. An unreadable checkpoint is an error.
+- A position never goes back. The same position may be saved again with other metadata: a snapshot makes progress while
+  the stream's position stays.
+- A key could be a file's name. Every call that takes a key checks it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tailrace.errors import ConfigError, PositionRewound, StateCorrupt, StateErr
 from tailrace.model.position_kinds import Position, PositionType, parse_position, position_type_of, reaches
 
 KEY_BYTES_MAX = 150
-"""In UTF-8: with what stands around it when a file is written aside, it is still a name that a disk takes."""
+"""Longest key, in UTF-8 bytes. With the suffix of a temporary file it still is a valid file name."""
 METADATA_BYTES_MAX = 1 << 20
 _NAME_CHARACTERS_MAX = 200
 _SEPARATORS = "/\\"
@@ -32,7 +32,7 @@ _COUNTS = {
     "mariadb": {PositionType.MYSQL_BINLOG, PositionType.MARIADB_GTID},
     "sqlserver": {PositionType.SQLSERVER_LSN},
 }
-"""What each known source counts in; any other may count as it likes."""
+"""Position types of each known source. Any other source may use any type."""
 
 
 def _now() -> datetime:
@@ -41,17 +41,17 @@ def _now() -> datetime:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Everything up to `position` is durable at the sink."""
+    """A position up to which everything is durable at the sink."""
 
     source_type: str
-    """`postgresql`, `mysql`, `mariadb`, `sqlserver`, or the name of a source of your own."""
+    """One of `postgresql`, `mysql`, `mariadb`, `sqlserver`, or a name of your own."""
     position: Position
     time: datetime = field(default_factory=_now)
-    """When it was reached."""
+    """Time at which the position was reached."""
     transaction: str | None = None
-    """The last transaction it holds, as the source names it."""
+    """The last transaction up to the position, as the source names it."""
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What else whoever saves it must know again: a JSON object, kept as it is."""
+    """A JSON object of the caller's own, stored unchanged."""
 
     def __post_init__(self) -> None:
         _require_name("source_type", self.source_type, "postgresql")
@@ -59,13 +59,13 @@ class Checkpoint:
             _require_name("transaction", self.transaction, "731")
         if self.position_type not in _COUNTS.get(self.source_type, set(PositionType)):
             raise ConfigError(
-                "this source does not count in such positions",
+                "checkpoint has a position type that its source does not use",
                 source_type=self.source_type,
                 position_type=self.position_type.value,
-                hint=f"It has {' or '.join(sorted(kind.value for kind in _COUNTS[self.source_type]))}.",
+                hint=f"Use {' or '.join(sorted(kind.value for kind in _COUNTS[self.source_type]))}.",
             )
         if not isinstance(self.time, datetime) or self.time.tzinfo is None:
-            raise ConfigError("a checkpoint's time needs a zone", hint="For example `datetime.now(UTC)`.")
+            raise ConfigError("checkpoint's time has no time zone", hint="Give one, for example `datetime.now(UTC)`.")
         object.__setattr__(self, "time", self.time.astimezone(UTC))
         object.__setattr__(self, "metadata", _copied(self.metadata))
 
@@ -75,7 +75,7 @@ class Checkpoint:
 
     @property
     def age_seconds(self) -> float:
-        """How long ago it was reached; 0 where our clock is behind."""
+        """Seconds since the position was reached; 0 if our clock is behind."""
         return max(0.0, (_now() - self.time).total_seconds())
 
     @classmethod
@@ -89,12 +89,12 @@ class Checkpoint:
         time: datetime | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
-        """From texts, as a person or a file gives them; nonsense is refused."""
+        """Return a checkpoint made of texts, from a person or a file; refuse invalid ones."""
         try:
             kind = PositionType(position_type)
         except ValueError:
             known = ", ".join(kind.value for kind in PositionType)
-            raise ConfigError("not a type of positions", text=position_type, hint=f"There are {known}.") from None
+            raise ConfigError("position type is unknown", text=position_type, hint=f"Use one of {known}.") from None
         return cls(
             source_type=source_type,
             position=parse_position(kind, position),
@@ -104,23 +104,23 @@ class Checkpoint:
         )
 
     def require_follows(self, saved: Checkpoint | None) -> None:
-        """Refuse to stand in the place of a checkpoint that it does not follow. Every `save` asks this first."""
+        """Refuse to replace a checkpoint that this one does not follow. Every `save` calls this first."""
         if saved is None:
             return
         if (self.source_type, self.position_type) != (saved.source_type, saved.position_type):
             raise StateForeign(
-                "the checkpoint under this key is of another source",
+                "saved checkpoint belongs to another source",
                 saved=f"{saved.source_type}, {saved.position_type.value}",
                 given=f"{self.source_type}, {self.position_type.value}",
-                hint="Give each source a key of its own. To begin anew under this one, `delete` it first.",
+                hint="Give each source its own key. To use this key for the new source, `delete` the checkpoint first.",
             )
         if not reaches(self.position, saved.position):
             raise PositionRewound(
-                "the position does not follow the one that is saved",
+                "new position does not follow the saved one",
                 saved=_short(saved.position),
                 given=_short(self.position),
-                hint="Two processes may use one key, or the source was put back to an older state. To go back on "
-                "purpose, `delete` the checkpoint and seed it anew.",
+                hint="Check whether two processes use this key, or the source was set back to an older state. To go "
+                "back on purpose, `delete` the checkpoint and call `seed_checkpoint`.",
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -135,20 +135,26 @@ class Checkpoint:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Checkpoint:
-        """What `to_json` gave. Anything else is damage: it is never taken for no checkpoint."""
+        """Return the checkpoint that `to_json` wrote.
+
+        Anything else is damage, and an error: it never counts as a missing checkpoint.
+        """
         try:
             return parse_checkpoint(stored)
         except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
             raise StateCorrupt(
-                f"a checkpoint cannot be read: {unreadable_reason(error)}",
-                hint="Restore it from a copy. Without one, `delete` it and seed it with a position that the sink "
-                "certainly has.",
+                f"checkpoint cannot be read: {unreadable_reason(error)}",
+                hint="Restore it from a copy. Without one, `delete` it and call `seed_checkpoint` with a position that "
+                "the sink certainly has.",
             ) from error
 
 
 def parse_checkpoint(stored: Mapping[str, Any]) -> Checkpoint:
-    """What `to_json` gave; ConfigError, or ValueError and what goes with it, for anything else."""
-    found = Checkpoint.parse(
+    """Return the checkpoint that `to_json` wrote.
+
+    Raise ConfigError, ValueError, KeyError, TypeError or AttributeError for anything else.
+    """
+    checkpoint = Checkpoint.parse(
         source_type=stored["source_type"],
         position_type=stored["position_type"],
         position=stored["position"],
@@ -157,102 +163,111 @@ def parse_checkpoint(stored: Mapping[str, Any]) -> Checkpoint:
         metadata=stored["metadata"],
     )
     if not isinstance(stored["metadata"], Mapping):
-        # None at all would be taken for those of one that was seeded, and whoever counts by them begin at zero again.
-        raise ValueError("its metadata is no JSON object")
-    return found
+        # Null would read as the empty metadata of a hand-made checkpoint, and a runtime would count from zero again.
+        raise ValueError("its metadata is not a JSON object")
+    return checkpoint
 
 
 def unreadable_reason(error: Exception) -> str:
-    """Why a record cannot be read, in words."""
+    """Return why a record cannot be read, in words."""
     match error:
         case ConfigError():
             return error.message
         case KeyError():
             return f"it lacks `{error.args[0]}`"
         case TypeError() | AttributeError():
-            return "something in it is of another type"
+            return "a value in it has the wrong type"
     return str(error)
 
 
 class CheckpointStore(Protocol):
-    """Keeps one checkpoint for each key. Any thread may call it; what one key is told never touches another."""
+    """A store of one checkpoint per key. Any thread may call it; a call changes only its own key."""
 
     def save(self, key: str, checkpoint: Checkpoint) -> None:
-        """Put it in the place of the one before, once `require_follows` has let it. Durable when this returns; when it
-        raises, the one before or the new one is there, and nothing else."""
+        """Replace the checkpoint under the key, after `require_follows` has accepted it.
+
+        It is durable when this returns. When this raises, the store has the old checkpoint or the new one, and nothing
+        else.
+        """
 
     def load(self, key: str) -> Checkpoint | None:
-        """The last one saved; None if there is none. One that cannot be read is an error."""
+        """Return the last checkpoint saved, or None if there is none. An unreadable one is an error."""
 
     def delete(self, key: str) -> bool:
-        """Forget it, readable or not; whether there was one."""
+        """Remove the checkpoint, readable or not; return whether there was one."""
 
     def list(self) -> tuple[str, ...]:
-        """The keys there are, in order."""
+        """Return all keys, sorted."""
 
     def all(self) -> dict[str, Checkpoint]:
-        """Every checkpoint by its key, in order."""
+        """Return every checkpoint by its key, sorted by key."""
 
 
 def check_key(key: str) -> str:
-    """The key, if it can be one."""
+    """Return the key if it is valid, else refuse it."""
     if not isinstance(key, str):
-        raise ConfigError("a checkpoint's key is no text", found=type(key).__name__, hint="For example: `shop-orders`.")
+        raise ConfigError(
+            "checkpoint key is not a string", found=type(key).__name__, hint="Use one such as `shop-orders`."
+        )
     wrong = ""
     if not key:
         wrong = "is empty"
     elif any(separator in key for separator in _SEPARATORS):
-        wrong = "has a separator in it"
+        wrong = "has a path separator in it"
     elif key.startswith("."):
         wrong = "begins with a dot"
     elif not key.isprintable():
-        wrong = "has a character that cannot be seen"
+        wrong = "has a character that is not printable"
     elif len(key.encode()) > KEY_BYTES_MAX:
         wrong = f"has more than {KEY_BYTES_MAX} bytes"
     if wrong:
         raise ConfigError(
-            f"a checkpoint's key {wrong}", key=ascii(key[:KEY_BYTES_MAX]), hint="For example: `shop-orders`."
+            f"checkpoint key {wrong}", key=ascii(key[:KEY_BYTES_MAX]), hint="Use one such as `shop-orders`."
         )
     return key
 
 
-def require_checkpoint(given: object) -> None:
-    """Refuse to save what is none. Every `save` may ask this first."""
-    if not isinstance(given, Checkpoint):
+def require_checkpoint(value: object) -> None:
+    """Refuse anything that is not a checkpoint. Every `save` may call this first."""
+    if not isinstance(value, Checkpoint):
         raise ConfigError(
-            "that is no checkpoint",
-            found=type(given).__name__,
-            hint="Give `Checkpoint(source_type=…, position=…)`, or `Checkpoint.parse(…)` of texts.",
+            "value to save is not a checkpoint",
+            found=type(value).__name__,
+            hint="Pass `Checkpoint(source_type=…, position=…)`, or `Checkpoint.parse(…)` for texts.",
         )
 
 
 def seed_checkpoint(store: CheckpointStore, key: str, checkpoint: Checkpoint) -> None:
-    """Save the first checkpoint by hand, as when another tool's place is taken. Refused where there is one."""
+    """Save the first checkpoint under a key by hand; refuse a key that has one.
+
+    This is how a capture continues where another tool has stopped.
+    """
     require_checkpoint(checkpoint)
     saved = store.load(check_key(key))
     if saved is not None:
         raise StateError(
-            "there is a checkpoint under this key already",
+            "key has a checkpoint already",
             key=key,
             position=_short(saved.position),
-            hint="If it is to go, `delete` it first.",
+            hint="To replace it, `delete` it first.",
         )
     store.save(key, checkpoint)
 
 
 def _copied(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """As it will be read back, and nobody else's to change."""
+    """Return a deep copy, as it will be read back. The caller cannot change it."""
     try:
         text = json.dumps(dict(metadata), allow_nan=False, ensure_ascii=False)
         size = len(text.encode())
     except (TypeError, ValueError, RecursionError):
-        # Not why: the reason may quote a value.
+        # The reason stays out: it may quote a value.
         raise ConfigError(
-            "a checkpoint's metadata is no JSON object", hint="It holds texts, numbers, lists and the like."
+            "checkpoint's metadata is not a JSON object",
+            hint="Use only what JSON has: strings, numbers, lists and so on.",
         ) from None
     if size > METADATA_BYTES_MAX:
         raise ConfigError(
-            "a checkpoint's metadata is too large", bytes=size, hint=f"It may have {METADATA_BYTES_MAX:,} bytes."
+            "checkpoint's metadata is too large", bytes=size, hint=f"Keep it below {METADATA_BYTES_MAX:,} bytes."
         )
     copied: dict[str, Any] = json.loads(text)
     return copied
@@ -261,8 +276,8 @@ def _copied(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _require_name(what: str, name: str, example: str) -> None:
     if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARACTERS_MAX or not name.isprintable():
         raise ConfigError(
-            f"a checkpoint's {what} is printable text of 1 to {_NAME_CHARACTERS_MAX} characters",
-            hint=f'For example `"{example}"`.',
+            f"checkpoint's {what} is not printable text of 1 to {_NAME_CHARACTERS_MAX} characters",
+            hint=f'Use one such as `"{example}"`.',
         )
 
 

@@ -1,7 +1,8 @@
-"""Checkpoints in memory, and in files: one JSON file for each key, in a folder with one owner.
+"""Checkpoint stores in memory and in files.
 
-`state.folder` says what makes a file durable and who may write, `state.records` how damage is found. Here a file is
-tied to its key: one that was copied or moved to another name is not read as that key's.
+A store in files has one JSON file per key, in a folder with one owner. `storage.owned_folder` says what makes a file
+durable and who may write; `storage.records` says how damage is found. A file belongs to its key: a file copied or moved
+to another name is not read as that name's checkpoint.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from tailrace.storage.owned_folder import StateFolder
 FORMAT = 1
 _SUFFIX = ".json"
 _HINT = (
-    "Restore the file from a copy. Without one, `delete` this checkpoint and seed it with a position that the sink "
-    "certainly has; see docs/guides/checkpoints.md."
+    "Restore the file from a copy. Without one, `delete` this checkpoint and call `seed_checkpoint` with a position "
+    "that the sink certainly has; see docs/guides/checkpoints.md."
 )
 
 
 class MemoryCheckpointStore:
-    """Checkpoints for as long as the process lives."""
+    """A checkpoint store that lasts as long as the process."""
 
     def __init__(self) -> None:
         self._saved: dict[str, Checkpoint] = {}
@@ -36,7 +37,7 @@ class MemoryCheckpointStore:
         self.close()
 
     def close(self) -> None:
-        """Nothing is held; so that one store can stand in for the other."""
+        """Do nothing. The method exists so that one store can replace the other."""
 
     def save(self, key: str, checkpoint: Checkpoint) -> None:
         check_key(key)
@@ -62,18 +63,21 @@ class MemoryCheckpointStore:
 
 
 def _copy(checkpoint: Checkpoint) -> Checkpoint:
-    """With metadata of its own."""
+    """Return a copy with its own metadata."""
     return Checkpoint.from_json(checkpoint.to_json())
 
 
 class FileCheckpointStore:
-    """Checkpoints in a folder. Opened to write it has one owner at a time; any number may read beside it."""
+    """Checkpoints in a folder. Only one process may open it to write; any number may read meanwhile."""
 
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, take_over: bool = False) -> None:
-        """`take_over` takes it from an owner on another host, which must be gone: nobody here can see whether it is."""
+        """Open the folder. `take_over` takes it from an owner on another host.
+
+        That owner must be stopped: this host cannot see whether it is.
+        """
         self._folder = StateFolder(path, "the checkpoint store", read_only=read_only, take_over=take_over)
         self._durable: dict[str, tuple[bytes, Checkpoint | None]] = {}
-        """What we have made durable ourselves: the file, and what we wrote in it, if it was us."""
+        """Files that this process has made durable, by key: the content, and the checkpoint if we wrote it."""
         self._one_at_a_time = threading.Lock()
 
     def __enter__(self) -> FileCheckpointStore:
@@ -83,7 +87,7 @@ class FileCheckpointStore:
         self.close()
 
     def close(self) -> None:
-        """Let the next owner in."""
+        """Release the folder to the next owner."""
         self._folder.close()
 
     def save(self, key: str, checkpoint: Checkpoint) -> None:
@@ -91,9 +95,9 @@ class FileCheckpointStore:
         require_checkpoint(checkpoint)
         with self._one_at_a_time:
             self._folder.require_owner()
-            found = self._folder.read(key + _SUFFIX)
+            current = self._folder.read(key + _SUFFIX)
             content, written = self._durable.get(key, (None, None))
-            checkpoint.require_follows(written if written and content == found else self._decoded(key, found))
+            checkpoint.require_follows(written if written and content == current else self._decoded(key, current))
             content = records.encode_state({"format": FORMAT, "key": key} | checkpoint.to_json())
             self._folder.replace(key + _SUFFIX, content)
             self._durable[key] = (content, checkpoint)
@@ -102,13 +106,13 @@ class FileCheckpointStore:
         check_key(key)
         with self._one_at_a_time:
             content = self._folder.read(key + _SUFFIX)
-            found = self._decoded(key, content)
+            checkpoint = self._decoded(key, content)
             if content is None or self._folder.read_only or self._durable.get(key, (None,))[0] == content:
-                return found
-            # Whoever loads it tells the source that all up to here may go.
+                return checkpoint
+            # The caller lets the source discard its log up to the loaded position, so the file must be durable first.
             self._folder.make_durable(key + _SUFFIX)
             self._durable[key] = (content, None)
-            return found
+            return checkpoint
 
     def delete(self, key: str) -> bool:
         check_key(key)
@@ -120,14 +124,16 @@ class FileCheckpointStore:
         return tuple(self._key_of(name) for name in self._folder.names() if name.endswith(_SUFFIX))
 
     def all(self) -> dict[str, Checkpoint]:
-        found = {key: self.load(key) for key in self.list()}
-        return {key: checkpoint for key, checkpoint in found.items() if checkpoint is not None}
+        loaded = {key: self.load(key) for key in self.list()}
+        return {key: checkpoint for key, checkpoint in loaded.items() if checkpoint is not None}
 
     def _key_of(self, name: str) -> str:
         try:
             return check_key(name.removesuffix(_SUFFIX))
         except ConfigError as error:
-            raise self._folder.corrupt_error(name, error.message, "It is none of ours: move it away.") from error
+            raise self._folder.corrupt_error(
+                name, error.message, "Move the file away: it is not one of ours."
+            ) from error
 
     def _decoded(self, key: str, content: bytes | None) -> Checkpoint | None:
         name = key + _SUFFIX
@@ -136,7 +142,7 @@ class FileCheckpointStore:
         try:
             stored = records.decode_state(content, FORMAT)
             if stored["key"] != key:
-                raise ValueError("it is the checkpoint of another key, or of one that differs in case only")
+                raise ValueError("it belongs to another key, or to one that differs in case only")
             return parse_checkpoint(stored)
         except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
             hint = records.unreadable_hint(error, _HINT)

@@ -1,13 +1,14 @@
-"""Every shape that tables have had: what was made, what changed, what went, and when.
+"""Schema history: every version of every table's schema, with the time it was made.
 
-What must stay true of every history, and `tailrace.testing.schema_history_checks` checks it:
+Every history keeps these promises, and `tailrace.testing.schema_history_checks` checks them:
 
-- A version is there before its first row is delivered (`state.feeding` sees to it), and never changes. Versions of one
-  table are counted from 1 without a gap; only the oldest ever go.
-- Telling the shape that a table has already adds nothing.
-- The newest version of a table is always kept. Asking for what is gone is an error, never "there was none".
-- A table that has the name of another, but not its number at the source, was made anew: the other one was dropped. One
-  that has the number of another, but not its name, was renamed.
+- A version is stored before its first row is delivered (`state.recorded_stream` does that), and never changes. The
+  versions of one table are counted from 1 without a gap; only the oldest are ever removed.
+- Recording the schema that a table has already adds nothing.
+- The newest version of a table is always kept. Asking for a removed version is an error, never the answer that there
+  was none.
+- A table with the name of another, but not its number at the source, was created again: the other one was dropped. A
+  table with the number of another, but not its name, was renamed.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ KEEP_LAST = 256
 
 
 class SchemaEvent(enum.Enum):
-    """What happened to the table. The value is what stands in stored records."""
+    """One event in a table's history. The value is written to stored records."""
 
     CREATE = "create"
-    """It was made, or seen for the first time."""
+    """The table was created, or seen for the first time."""
     ALTER = "alter"
     DROP = "drop"
-    """It went, or has another name now."""
+    """The table was dropped, or has another name now."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaVersion:
-    """One version of one table's shape."""
+    """One version of one table's schema."""
 
     table: TableId
     version: int
     event: SchemaEvent
     schema: TableSchema
-    """Of a table that was dropped, the last one."""
+    """The schema; for a dropped table, its last one."""
     evolution: Evolution | None = None
-    """What became of the table since the version before; None: there was none to compare with."""
+    """Changes since the version before; None if there was none to compare with."""
     ddl: str | None = None
-    """The statement, where the source tells it."""
+    """The DDL statement, if the source reports it."""
     time: datetime | None = None
-    """When the transaction of its first row was committed; None: not known any more."""
+    """Time at which the transaction of its first row was committed; None if no longer known."""
     position: Position | None = None
-    """Of that transaction; None: not known, or not yet."""
+    """Position of that transaction; None if not known, or not known yet."""
 
     def to_json(self) -> dict[str, Any]:
         time = self.time and self.time.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
@@ -92,26 +93,33 @@ def _is_whole(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How many versions of each table are kept; what either limit lets go, goes. The newest always stays."""
+    """Rules for removing old versions. Either limit removes versions; the newest always stays."""
 
     keep_last: int | None = KEEP_LAST
     max_age: timedelta | None = None
-    """A version goes once the one after it is older. That is looked at when the table changes next, and at a start."""
+    """A version is removed once its successor is older than this.
+
+    Ages are checked at the table's next change, and when the history is opened.
+    """
 
     def __post_init__(self) -> None:
         if self.keep_last is None and self.max_age is None:
-            raise ConfigError("a retention without a limit keeps everything", hint="Say so: `retention=None`.")
+            raise ConfigError("retention has no limit", hint="To keep every version, pass `retention=None`.")
         if self.keep_last is not None and not _is_whole(self.keep_last):
             raise ConfigError("`keep_last` is not a whole number", hint="Use 1 or more.")
         if self.keep_last is not None and self.keep_last < 1:
-            raise ConfigError("the newest version is always kept", keep_last=self.keep_last, hint="Use 1 or more.")
+            raise ConfigError(
+                "`keep_last` is less than 1: the newest version is always kept",
+                keep_last=self.keep_last,
+                hint="Use 1 or more.",
+            )
         if self.max_age is not None and not isinstance(self.max_age, timedelta):
-            raise ConfigError("`max_age` is no time", hint="For example `timedelta(days=90)`.")
+            raise ConfigError("`max_age` is not a timedelta", hint="Use one such as `timedelta(days=90)`.")
         if self.max_age is not None and self.max_age < timedelta(0):
-            raise ConfigError("an age is not negative", hint="For example `timedelta(days=90)`.")
+            raise ConfigError("`max_age` is negative", hint="Use one such as `timedelta(days=90)`.")
 
     def outdated(self, versions: Sequence[SchemaVersion], now: datetime) -> int:
-        """How many of the oldest may go."""
+        """Return how many of the oldest versions may be removed."""
         by_count = max(0, len(versions) - self.keep_last) if self.keep_last is not None else 0
         if self.max_age is None:
             return by_count
@@ -126,45 +134,50 @@ DEFAULT_RETENTION = Retention()
 
 
 class SchemaHistory(Protocol):
-    """Keeps what is told. Any thread may call it. What was told is durable when the call returns."""
+    """A store of schema versions. Any thread may call it. What is recorded is durable when the call returns."""
 
     retention: Retention | None
-    """None: everything is kept, and grows with every change of a table's shape."""
+    """Rules for removing old versions. None keeps all, and grows with every schema change."""
 
     def record(
         self,
-        shape: TableSchema,
+        schema: TableSchema,
         *,
         time: datetime | None = None,
         position: Position | None = None,
         ddl: str | None = None,
     ) -> SchemaVersion:
-        """The version that is this shape: the newest, if it is the same, or else a new one. `time` is now, if not
-        given."""
+        """Return the version with this schema: the newest if equal, else a new one.
+
+        `time` is now by default.
+        """
 
     def drop(
         self, table: TableId, *, time: datetime | None = None, position: Position | None = None, ddl: str | None = None
     ) -> SchemaVersion | None:
-        """The table went. None if it was never there; told again, nothing is added."""
+        """Record that the table was dropped; return the version, None for an unknown table.
+
+        A second call adds nothing.
+        """
 
     def latest(self, table: TableId) -> SchemaVersion | None:
-        """The newest version, which may be its drop; None if it was never there."""
+        """Return the newest version, which may be its drop; None if the table is unknown."""
 
     def at_version(self, table: TableId, version: int) -> SchemaVersion:
-        """The version of this number."""
+        """Return the version with this number."""
 
     def at_time(self, table: TableId, time: datetime) -> SchemaVersion | None:
-        """The one that was in force then; None if the table was not there yet."""
+        """Return the version in force then; None if the table was not there yet."""
 
     def versions(self, table: TableId) -> tuple[SchemaVersion, ...]:
-        """All that are kept, oldest first."""
+        """Return all versions that are kept, oldest first."""
 
     def tables(self) -> tuple[TableId, ...]:
-        """The tables there are versions of, in order."""
+        """Return the tables that have versions, sorted."""
 
 
-class _Happened(NamedTuple):
-    """When and where it was told, and by what statement."""
+class _Occurrence(NamedTuple):
+    """Time, position and statement of a recorded change."""
 
     time: datetime | None
     position: Position | None
@@ -172,19 +185,21 @@ class _Happened(NamedTuple):
 
 
 class MemorySchemaHistory:
-    """Versions for as long as the process lives; `FileSchemaHistory` keeps them."""
+    """A schema history that lasts as long as the process; `FileSchemaHistory` is the durable one."""
 
     def __init__(self, *, retention: Retention | None = DEFAULT_RETENTION) -> None:
         if retention is not None and not isinstance(retention, Retention):
             raise ConfigError(
-                "`retention` is none", found=type(retention).__name__, hint="Give `Retention(keep_last=…)`, or None."
+                "`retention` is not a `Retention`",
+                found=type(retention).__name__,
+                hint="Pass `Retention(keep_last=…)`, or None.",
             )
         self.retention = retention
-        self._kept: dict[TableId, list[SchemaVersion]] = {}
+        self._versions: dict[TableId, list[SchemaVersion]] = {}
         self._tables: dict[int, TableId] = {}
-        """By the source's number: who has it now."""
+        """The table that has each source number now."""
         self._facts: dict[TableId, CatalogueFacts] = {}
-        """What was told last of its newest version."""
+        """Catalogue facts that were recorded last for a table's newest version."""
         self._one_at_a_time = threading.RLock()
 
     def __enter__(self) -> Self:
@@ -193,97 +208,105 @@ class MemorySchemaHistory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # What one that keeps them elsewhere does besides.
+    # Hooks for a history that stores its versions elsewhere.
 
     def close(self) -> None:
-        """Let the next owner in."""
+        """Release the history to its next owner."""
 
     def _add(self, version: SchemaVersion) -> None:
         """Make the version durable."""
 
-    def _let_go(self, versions: Sequence[SchemaVersion]) -> None:
+    def _remove(self, versions: Sequence[SchemaVersion]) -> None:
         """Remove the oldest versions of a table."""
 
-    def _look(self) -> None:
-        """Take notice of what others have written."""
+    def _refresh(self) -> None:
+        """Take in what another process has written."""
 
-    # ---- telling -----------------------------------------------------------------------------------------
+    # ---- recording ----------------------------------------------------------------------------------------
 
     def record(
         self,
-        shape: TableSchema,
+        schema: TableSchema,
         *,
         time: datetime | None = None,
         position: Position | None = None,
         ddl: str | None = None,
     ) -> SchemaVersion:
-        if not isinstance(shape, TableSchema):
+        if not isinstance(schema, TableSchema):
             raise ConfigError(
-                "that is no shape of a table", found=type(shape).__name__, hint="Give the `TableSchema` that rows have."
+                "value to record is not a table schema",
+                found=type(schema).__name__,
+                hint="Pass the rows' `TableSchema`.",
             )
-        return self._record(shape, _happened(time, position, ddl))
+        return self._record(schema, _occurrence(time, position, ddl))
 
     def import_version(
-        self, shape: TableSchema, *, time: datetime | None, position: Position | None, evolution: Evolution | None
+        self, schema: TableSchema, *, time: datetime | None, position: Position | None, evolution: Evolution | None
     ) -> SchemaVersion:
-        """Record what somebody else has kept: of what is old the time may not be known, and what became of the table
-        is known already."""
-        return self._record(shape, _Happened(time, position, None), evolution)
+        """Record a version from another history, with its evolution.
 
-    def _record(self, shape: TableSchema, happened: _Happened, evolution: Evolution | None = None) -> SchemaVersion:
+        The time of an old version may be unknown.
+        """
+        return self._record(schema, _Occurrence(time, position, None), evolution)
+
+    def _record(
+        self, schema: TableSchema, occurrence: _Occurrence, evolution: Evolution | None = None
+    ) -> SchemaVersion:
         with self._one_at_a_time:
-            self._look()
-            table, latest = shape.table, self._latest(shape.table)
+            self._refresh()
+            table, latest = schema.table, self._latest(schema.table)
             known = latest is not None and latest.event is not SchemaEvent.DROP
-            if latest is not None and known and same_version(self._told(latest), shape):
-                if shape.facts is not None:
-                    self._facts[table] = shape.facts  # a TRUNCATE of today is not blamed on an ALTER of tomorrow
+            if latest is not None and known and same_version(self._with_current_facts(latest), schema):
+                if schema.facts is not None:
+                    self._facts[table] = schema.facts  # or a later ALTER would be blamed for today's TRUNCATE
                 return latest
-            before = self._told(latest) if latest is not None and known else None
-            if before is not None and before.relation != shape.relation:
-                self._keep(happened, SchemaEvent.DROP, before, table)
+            before = self._with_current_facts(latest) if latest is not None and known else None
+            if before is not None and before.relation != schema.relation:
+                self._append(occurrence, SchemaEvent.DROP, before, table)
                 before = None
-            origin = self._origin(shape) if before is None else None
+            origin = self._origin(schema) if before is None else None
             if origin is not None:
-                before = self._told(origin)
+                before = self._with_current_facts(origin)
                 if origin.event is not SchemaEvent.DROP:
-                    gone = _renamed(origin.table, table)
-                    self._keep(happened, SchemaEvent.DROP, origin.schema, origin.table, gone)
+                    rename = _renamed(origin.table, table)
+                    self._append(occurrence, SchemaEvent.DROP, origin.schema, origin.table, rename)
             if before is None:
-                return self._keep(happened, SchemaEvent.CREATE, shape, table)
-            return self._keep(happened, SchemaEvent.ALTER, shape, table, evolution or compare_schemas(before, shape))
+                return self._append(occurrence, SchemaEvent.CREATE, schema, table)
+            return self._append(
+                occurrence, SchemaEvent.ALTER, schema, table, evolution or compare_schemas(before, schema)
+            )
 
     def drop(
         self, table: TableId, *, time: datetime | None = None, position: Position | None = None, ddl: str | None = None
     ) -> SchemaVersion | None:
         _require_table(table)
-        happened = _happened(time, position, ddl)
+        occurrence = _occurrence(time, position, ddl)
         with self._one_at_a_time:
-            self._look()
+            self._refresh()
             latest = self._latest(table)
             if latest is None or latest.event is SchemaEvent.DROP:
                 return latest
-            return self._keep(happened, SchemaEvent.DROP, latest.schema, table)
+            return self._append(occurrence, SchemaEvent.DROP, latest.schema, table)
 
-    def _origin(self, shape: TableSchema) -> SchemaVersion | None:
-        """The newest version of the table that had this one's number under another name."""
-        named = self._tables.get(shape.relation)
-        latest = self._latest(named) if named is not None and named != shape.table else None
-        if latest is None or latest.schema.relation != shape.relation:
+    def _origin(self, schema: TableSchema) -> SchemaVersion | None:
+        """Return the newest version of the table that had this one's number under another name."""
+        named = self._tables.get(schema.relation)
+        latest = self._latest(named) if named is not None and named != schema.table else None
+        if latest is None or latest.schema.relation != schema.relation:
             return None
         if latest.event is not SchemaEvent.DROP:
             return latest
-        # Its drop may have been told already, just before whoever told it died.
-        return latest if latest.evolution == _renamed(latest.table, shape.table) else None
+        # Its drop may be recorded already, if the process was killed right after it.
+        return latest if latest.evolution == _renamed(latest.table, schema.table) else None
 
-    def _told(self, latest: SchemaVersion) -> TableSchema:
+    def _with_current_facts(self, latest: SchemaVersion) -> TableSchema:
         return replace(latest.schema, facts=self._facts.get(latest.table, latest.schema.facts))
 
-    def _keep(
+    def _append(
         self,
-        happened: _Happened,
+        occurrence: _Occurrence,
         event: SchemaEvent,
-        shape: TableSchema,
+        schema: TableSchema,
         table: TableId,
         evolution: Evolution | None = None,
     ) -> SchemaVersion:
@@ -292,20 +315,20 @@ class MemorySchemaHistory:
             table=table,
             version=latest.version + 1 if latest else 1,
             event=event,
-            schema=shape,
+            schema=schema,
             evolution=evolution,
-            ddl=happened.ddl,
-            time=happened.time,
-            position=happened.position,
+            ddl=occurrence.ddl,
+            time=occurrence.time,
+            position=occurrence.position,
         )
         self._add(version)
-        self._take(version)
+        self._index_version(version)
         if self.retention is not None:
             self._trim(table, self.retention)
         return version
 
-    def _take(self, version: SchemaVersion) -> None:
-        self._kept.setdefault(version.table, []).append(version)
+    def _index_version(self, version: SchemaVersion) -> None:
+        self._versions.setdefault(version.table, []).append(version)
         self._facts.pop(version.table, None)
         if version.event is not SchemaEvent.DROP:
             self._tables[version.schema.relation] = version.table
@@ -313,18 +336,18 @@ class MemorySchemaHistory:
             self._tables.setdefault(version.schema.relation, version.table)
 
     def _trim(self, table: TableId, retention: Retention) -> None:
-        kept = self._kept[table]
-        gone = retention.outdated(kept, datetime.now(UTC))
-        if gone:
-            self._let_go(kept[:gone])
-            del kept[:gone]
+        versions = self._versions[table]
+        outdated = retention.outdated(versions, datetime.now(UTC))
+        if outdated:
+            self._remove(versions[:outdated])
+            del versions[:outdated]
 
-    # ---- asking ------------------------------------------------------------------------------------------
+    # ---- queries -----------------------------------------------------------------------------------------
 
     def latest(self, table: TableId) -> SchemaVersion | None:
         _require_table(table)
         with self._one_at_a_time:
-            self._look()
+            self._refresh()
             return self._latest(table)
 
     def at_version(self, table: TableId, version: int) -> SchemaVersion:
@@ -333,12 +356,14 @@ class MemorySchemaHistory:
             if item.version == version:
                 return item
         if kept and _is_whole(version) and 0 < version < kept[0].version:
-            raise _gone(kept)
+            raise _trimmed_error(kept)
         raise ConfigError(
-            "the table has no such version",
+            "table has no such version",
             table=table,
             version=version,
-            hint=f"It has {kept[0].version} to {kept[-1].version}." if kept else "Nothing is known of the table.",
+            hint=f"Use one from {kept[0].version} to {kept[-1].version}."
+            if kept
+            else "Check the table's name: it has no version.",
         )
 
     def at_time(self, table: TableId, time: datetime) -> SchemaVersion | None:
@@ -347,33 +372,33 @@ class MemorySchemaHistory:
             if _known(item.time) <= then:
                 return item
         if kept and kept[0].version > 1:
-            raise _gone(kept)
+            raise _trimmed_error(kept)
         return None
 
     def versions(self, table: TableId) -> tuple[SchemaVersion, ...]:
         _require_table(table)
         with self._one_at_a_time:
-            self._look()
-            return tuple(self._kept.get(table, ()))
+            self._refresh()
+            return tuple(self._versions.get(table, ()))
 
     def tables(self) -> tuple[TableId, ...]:
         with self._one_at_a_time:
-            self._look()
-            return tuple(sorted(self._kept))
+            self._refresh()
+            return tuple(sorted(self._versions))
 
     def _latest(self, table: TableId) -> SchemaVersion | None:
-        kept = self._kept.get(table)
+        kept = self._versions.get(table)
         return kept[-1] if kept else None
 
 
-def _gone(kept: Sequence[SchemaVersion]) -> StateTrimmed:
+def _trimmed_error(kept: Sequence[SchemaVersion]) -> StateTrimmed:
     first = kept[0]
     return StateTrimmed(
-        "older versions of the table's shape are no longer kept",
+        "older versions of the table's schema are no longer kept",
         table=first.table,
         first=first.version,
         time=first.time,
-        hint="Keep more of them: see `Retention`.",
+        hint="Ask for this version or a later one. To keep more, see `Retention`.",
     )
 
 
@@ -383,30 +408,30 @@ def _renamed(old: TableId, new: TableId) -> Evolution:
     )
 
 
-def _happened(time: datetime | None, position: Position | None, ddl: str | None) -> _Happened:
+def _occurrence(time: datetime | None, position: Position | None, ddl: str | None) -> _Occurrence:
     if position is not None:
         position_type_of(position)
     if ddl is not None and not isinstance(ddl, str):
-        raise ConfigError("`ddl` is no text", found=type(ddl).__name__, hint="Give the statement, or nothing.")
-    return _Happened(datetime.now(UTC) if time is None else _with_zone(time), position, ddl)
+        raise ConfigError("`ddl` is not a string", found=type(ddl).__name__, hint="Pass the statement, or None.")
+    return _Occurrence(datetime.now(UTC) if time is None else _with_zone(time), position, ddl)
 
 
 def _with_zone(time: datetime) -> datetime:
     if not isinstance(time, datetime) or time.tzinfo is None:
-        raise ConfigError("a version's time needs a zone", hint="For example `datetime.now(UTC)`.")
+        raise ConfigError("version's time has no time zone", hint="Pass one such as `datetime.now(UTC)`.")
     return time.astimezone(UTC)
 
 
 def _require_table(table: object) -> None:
-    """A text is no table's name: of nothing that is asked for by one would anything be known."""
+    """Refuse anything but a `TableId`: a lookup by a string would never find anything."""
     if not isinstance(table, TableId):
         raise ConfigError(
-            "a table is not named by a `TableId`",
+            "table is not a `TableId`",
             found=type(table).__name__,
-            hint='Give schema and name apart: `TableId("public", "orders")`.',
+            hint='Pass schema and name separately: `TableId("public", "orders")`.',
         )
 
 
 def _known(time: datetime | None) -> datetime:
-    """One that is not known any more lies before all that are."""
+    """Return the time, or the earliest time if it is unknown."""
     return time or datetime.min.replace(tzinfo=UTC)

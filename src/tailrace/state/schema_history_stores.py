@@ -1,7 +1,8 @@
-"""A schema history in files: one JSON file for each version, in a folder with one owner.
+"""A schema history in files: one JSON file per version.
 
-A version's file never changes; the oldest are removed one after another. So what is kept of a table has no gap, and a
-gap is damage. Names of tables can be anything, so a file is called by their hash; the names stand in it.
+The files lie in a folder with one owner. A version's file never changes. The oldest files are removed one after
+another, so the versions of a table have no gap: a gap is damage. A table's name may be any text, so a file is named by
+its hash and has the name inside.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from tailrace.storage.owned_folder import StateFolder, explain_errors
 FORMAT = 1
 _NAME = re.compile(r"[0-9a-f]{32}\.[1-9][0-9]{0,9}\.json")
 _HINT = (
-    "Restore the file from a copy. Without one, move the whole folder away: the history begins anew with the shapes "
+    "Restore the file from a copy. Without one, move the whole folder away: a new history begins with the schemas "
     "that tables have now."
 )
 _LOOKS_MAX = 20
-"""At a folder whose oldest files go while they are read."""
+"""Attempts to list a folder whose oldest files are removed while they are read."""
 
 
 class FileSchemaHistory(MemorySchemaHistory):
-    """Versions in a folder. Opened to write it has one owner at a time; any number may read beside it."""
+    """Versions in a folder. Only one process may open it to write; any number may read meanwhile."""
 
     def __init__(
         self,
@@ -40,16 +41,19 @@ class FileSchemaHistory(MemorySchemaHistory):
         read_only: bool = False,
         take_over: bool = False,
     ) -> None:
-        """`take_over` takes it from an owner on another host, which must be gone: nobody here can see whether it is."""
+        """Open the folder. `take_over` takes it from an owner on another host.
+
+        That owner must be stopped: this host cannot see whether it is.
+        """
         super().__init__(retention=retention)
         self._names: list[str] | None = None
-        """The files that were read; None: look again."""
+        """Names of the files that were read; None: list the folder again."""
         self._read: dict[str, SchemaVersion] = {}
         self._doubtful: str | None = None
-        """A file of which it is not known whether it was written."""
+        """A file that may or may not have been written."""
         self._folder = StateFolder(path, "the schema history", read_only=read_only, take_over=take_over)
         try:
-            self._look()
+            self._refresh()
             if not read_only:
                 for table in self.tables():
                     if retention is not None:
@@ -63,40 +67,40 @@ class FileSchemaHistory(MemorySchemaHistory):
 
     def _add(self, version: SchemaVersion) -> None:
         name = _name(version.table, version.version)
-        # If this fails, the file may be there all the same: it is looked for, and made durable, before anything else.
+        # If this fails, the file may still exist: the next call looks for it and makes it durable first.
         known, self._names, self._doubtful = self._names, None, name
         self._folder.create(name, records.encode_state({"format": FORMAT} | version.to_json()))
         self._read[name] = version
         self._names, self._doubtful = [*(known or ()), name], None
 
-    def _let_go(self, versions: Sequence[SchemaVersion]) -> None:
-        for version in versions:  # one is gone for good before the next one goes
+    def _remove(self, versions: Sequence[SchemaVersion]) -> None:
+        for version in versions:  # each removal is durable before the next: no gap
             name = _name(version.table, version.version)
             self._folder.remove(name)
             self._read.pop(name, None)
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         if self._names is not None and not self._folder.read_only:
             return
         for _ in range(_LOOKS_MAX):
             names = [name for name in self._folder.names() if _NAME.fullmatch(name)]
             if names == self._names:
                 return
-            found = {name: self._read.get(name) or self._version(name) for name in names}
-            if all(found.values()):
+            versions = {name: self._read.get(name) or self._version(name) for name in names}
+            if all(versions.values()):
                 break
-        self._read = {name: version for name, version in found.items() if version is not None}
-        self._kept, self._tables = {}, {}
+        self._read = {name: version for name, version in versions.items() if version is not None}
+        self._versions, self._tables = {}, {}
         for version in sorted(self._read.values(), key=lambda version: (version.table, version.version)):
-            self._take(version)
+            self._index_version(version)
         self._require_dense()
-        self._hand_out_numbers()
+        self._assign_numbers()
         if not self._folder.read_only:
             self._make_durable()
         self._names = names
 
     def _make_durable(self) -> None:
-        """Names that a predecessor gave, and the one that we could not."""
+        """Sync the folder's names: those of a former owner, and the doubtful one."""
         if self._doubtful in self._read:
             self._folder.make_durable(self._doubtful)
         self._doubtful = None
@@ -104,15 +108,18 @@ class FileSchemaHistory(MemorySchemaHistory):
             local.sync_folder(self._folder.path)
 
     def _require_dense(self) -> None:
-        for table, kept in self._kept.items():
-            first = kept[0].version
-            for place, version in enumerate(kept):
-                if version.version != first + place:
-                    raise self._folder.corrupt_error(_name(table, first + place), "it is missing", _HINT)
+        for table, versions in self._versions.items():
+            first = versions[0].version
+            for index, version in enumerate(versions):
+                if version.version != first + index:
+                    raise self._folder.corrupt_error(_name(table, first + index), "it is missing", _HINT)
 
-    def _hand_out_numbers(self) -> None:
-        """A table that was renamed gave its number to another: whoever has it now is not the one read last."""
-        latest = [kept[-1] for kept in self._kept.values()]
+    def _assign_numbers(self) -> None:
+        """Map each source number to the table that has it now.
+
+        A renamed table passed its number on, so the table read last need not be the one that has it.
+        """
+        latest = [kept[-1] for kept in self._versions.values()]
         self._tables = {}
         for version in sorted(latest, key=lambda version: version.event is SchemaEvent.DROP):
             self._tables.setdefault(version.schema.relation, version.table)
@@ -124,7 +131,7 @@ class FileSchemaHistory(MemorySchemaHistory):
         try:
             version = SchemaVersion.from_json(records.decode_state(content, FORMAT))
             if name != _name(version.table, version.version):
-                raise ValueError("it belongs to another place")
+                raise ValueError("it belongs to another table or version")
             return version
         except ConfigError as error:
             raise self._folder.corrupt_error(name, error.message, _HINT) from error
@@ -133,5 +140,5 @@ class FileSchemaHistory(MemorySchemaHistory):
 
 
 def _name(table: TableId, version: int) -> str:
-    called = hashlib.sha256(f"{table.schema}\0{table.name}".encode("utf-8", "surrogatepass")).hexdigest()
-    return f"{called[:32]}.{version}.json"
+    digest = hashlib.sha256(f"{table.schema}\0{table.name}".encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{digest[:32]}.{version}.json"

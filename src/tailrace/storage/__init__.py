@@ -1,1 +1,4 @@
-"""Files, records and leases, on a disk or in an object store: one layer under log, lake and state."""
+"""Files, records and leases on a disk or in an object store.
+
+Log, lake and state all use this layer.
+"""

@@ -1,4 +1,4 @@
-"""Read and write the files of a log, on a disk or in an object store.
+"""Read and write the files of a log, on a disk or in a store.
 
 This is the one layer that all files of the log go through. A path is a `pathlib.Path` or an `ObjectPath`. Files appear
 whole or not at all. An error of the file system or the store becomes an error of the log that says what to do.
@@ -70,7 +70,10 @@ Code that treats an unreadable file as absent must not do so for these.
 
 
 class _ObjectDurabilityUnknown(DurabilityUnknown):
-    """The put may be done or may yet be done: a request under way cannot be withdrawn."""
+    """A put that may be done, or may yet be done.
+
+    A request under way cannot be withdrawn.
+    """
 
     def __init__(self, error: StoreUnreachable, path: ObjectPath) -> None:
         super().__init__(error.args[0])
@@ -348,7 +351,7 @@ def relative_name(folder: LogPath, path: LogPath) -> str:
 
 
 def read_stamp(path: LogPath) -> FileStamp | None:
-    """Return a stamp that changes when the file is replaced; None if there is no file."""
+    """Return a stamp that changes when the file is replaced; None without a file."""
     try:
         if isinstance(path, ObjectPath):
             return path.meta()

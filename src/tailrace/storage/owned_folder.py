@@ -1,16 +1,16 @@
-"""A folder of small files with one owner, each file replaced whole.
+"""Keep small files in a folder with one owner; each file is replaced whole.
 
 What must stay true:
 
-- One process writes. Its lease is refused while another one lives, and while the record of another host says that it
-  has not ended: nobody here can see whether it lives. Only one that died on this host, or with it, is taken over
-  unasked.
-- A file is written aside, made durable, given its name, and the folder made durable, in this order. So a crash leaves
-  the one before or the new one, and what is called saved is there after it.
-- What a predecessor wrote is made durable before it counts: it may have died, or failed, before it was.
+- One process writes. It gets no lease while another owner is alive. It gets none either while the record of another
+  host says that its owner has not ended: from here no process can see whether that one is alive. Only an owner that
+  died on this host, or with it, is taken over without a request.
+- A file is written to a temporary name, made durable and renamed, and then the folder is made durable, in this order.
+  So a crash leaves the old file or the new one, and what we report as saved survives it.
+- What a former owner wrote is made durable before it counts: that owner may have died, or failed, before it was.
 - No name leads out of the folder: links are not followed, and only plain files are read.
 
-Anyone may read beside the owner, with a handle that cannot write.
+Any process may read while the owner writes, with a handle that cannot write.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from tailrace.storage.lease import DiskLeaseBackend, Lease, read_holder
 from tailrace.validation import require_folder
 
 FILE_BYTES_MAX = 64 << 20
-"""Nothing that is kept here is as large; what is, was not written by us."""
+"""Largest file that is read. Ours are smaller, so a larger one is not ours."""
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 _OWNER = ".owner"
 _HINTS = {
-    errno.ENOSPC: "Free space on that disk; what is saved there stays as it is.",
-    errno.EDQUOT: "Raise the quota or free space; what is saved there stays as it is.",
-    errno.EROFS: "The file system is read-only: mount it writable, or choose another folder.",
+    errno.ENOSPC: "Free space on that disk. What is saved there is unharmed.",
+    errno.EDQUOT: "Raise the quota or free space. What is saved there is unharmed.",
+    errno.EROFS: "Mount the file system writable, or choose another folder.",
     errno.EACCES: "Give this user the right to use it, or choose another folder.",
     errno.EPERM: "Give this user the right to use it, or choose another folder.",
-    errno.EIO: "The disk failed: look at the kernel's log. What was not saved is captured again.",
+    errno.EIO: "Look at the kernel's log: the disk failed. What was not saved is captured again.",
     errno.EMFILE: "Raise the limit of open files (`ulimit -n`) and start again.",
-    errno.ENOENT: "Check the path: a folder is made only by whoever opens it to write.",
-    errno.ENOTDIR: "A file stands where the folder should be: choose another folder.",
+    errno.ENOENT: "Check the path. Only a process that opens the folder for writing creates it.",
+    errno.ENOTDIR: "Choose another folder: this path is a file.",
     errno.ENAMETOOLONG: "Choose a shorter path.",
-    errno.ELOOP: "A link stands where a file of ours should be: remove it.",
+    errno.ELOOP: "Remove the link: we expect a plain file there.",
 }
 
 
 class FolderLease(Lease):
-    """The one who writes a folder of state."""
+    """The lease of the one process that writes a folder of state."""
 
     def __init__(self, folder: Path, what: str, *, take_over: bool) -> None:
         self._folder, self._what = folder, what
-        # A record that is torn would keep everyone out, for it never expires.
-        hold = DiskLeaseBackend(folder, _OWNER, put=local.replace_durably, reboot_ends=True)
+        # A torn record would bar every owner, because it never expires.
+        backend = DiskLeaseBackend(folder, _OWNER, put=local.replace_durably, reboot_ends=True)
         super().__init__(
-            hold, _OWNER, wait_seconds=0.0, take_over=take_over, expiry_seconds=math.inf, renew_seconds=None
+            backend, _OWNER, wait_seconds=0.0, take_over=take_over, expiry_seconds=math.inf, renew_seconds=None
         )
 
     def _explained(self) -> AbstractContextManager[None]:
@@ -76,8 +76,8 @@ class FolderLease(Lease):
             f"another process has taken over {self._what}",
             path=self._folder,
             **read_holder(self._folder, _OWNER),
-            hint="It goes on from where we stopped: leave it to that process. To move the work back here, stop "
-            "it first.",
+            hint="Leave the work to that process: it continues where we stopped. To move it back here, stop that "
+            "process first.",
         )
 
 
@@ -87,12 +87,15 @@ def explain_errors(path: Path, what: str) -> AbstractContextManager[None]:
 
 
 class StateFolder:
-    """The folder, opened by its owner or by a reader. `what` is how errors call it, e.g. "the checkpoint store"."""
+    """A folder of state, opened by its owner or by a reader.
+
+    `what` is its name in errors, for example "the checkpoint store".
+    """
 
     def __init__(
-        self, given: str | os.PathLike[str], what: str, *, read_only: bool = False, take_over: bool = False
+        self, folder: str | os.PathLike[str], what: str, *, read_only: bool = False, take_over: bool = False
     ) -> None:
-        path = require_folder(given, what)
+        path = require_folder(folder, what)
         self.path, self.what, self.read_only = path, what, read_only
         self._process = os.getpid()
         self._lease: FolderLease | None = None
@@ -106,27 +109,27 @@ class StateFolder:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove what owners left that died before giving a file its name. Nobody ever read it."""
+        """Remove temporary files that former owners left when they died. No process has read them."""
         with suppress(OSError):
             for leftover in self.path.glob(".*.tmp"):
                 local.remove(leftover)
 
     def close(self) -> None:
-        """Let the next one in. What comes after is refused."""
+        """Let the next owner in. This handle refuses every later write."""
         if self._lease is not None and self._process == os.getpid():
             self._lease.release()
         self._lease = None
 
     def require_owner(self) -> None:
-        """Refuse to go on for anyone who may not write."""
+        """Refuse to continue if this process may not write."""
         if self.read_only:
             raise ConfigError(
-                f"{self.what} was opened to be read only", path=self.path, hint="Open it without `read_only=True`."
+                f"{self.what} was opened read-only", path=self.path, hint="Open it without `read_only=True`."
             )
         if self._lease is None:
             raise ConfigError(f"{self.what} is closed", path=self.path, hint="Open it again.")
         if self._process != os.getpid():
-            # A fork has the lock too, and would write behind the back of the one that took it.
+            # A fork has the lock too, and would write without the knowledge of the process that took it.
             raise StateBusy(
                 f"{self.what} belongs to the process that this one was forked from",
                 path=self.path,
@@ -136,21 +139,27 @@ class StateFolder:
         self._lease.check()
 
     def names(self) -> list[str]:
-        """The files that have their names, in order; not those that begin with a dot, which are ours."""
+        """Return the names of the files in order.
+
+        Our own files, which begin with a dot, are not among them.
+        """
         with explain_errors(self.path, self.what):
             return sorted(name for name in os.listdir(self.path) if not name.startswith("."))
 
     def read(self, name: str) -> bytes | None:
-        """The file's bytes; None if there is none of that name. Anything but a plain file is refused."""
+        """Return the file's bytes, or None if there is no such file.
+
+        Anything but a plain file is refused.
+        """
         handle = self._open(name)
         if handle is None:
             return None
         try:
             with explain_errors(self.path / name, self.what):
-                found = os.fstat(handle)
-                if not stat.S_ISREG(found.st_mode):
+                status = os.fstat(handle)
+                if not stat.S_ISREG(status.st_mode):
                     raise self.corrupt_error(name, "it is not a plain file")
-                if found.st_size > FILE_BYTES_MAX:
+                if status.st_size > FILE_BYTES_MAX:
                     raise self.corrupt_error(name, "it is too large")
                 with open(handle, "rb", closefd=False) as file:
                     return file.read()
@@ -165,44 +174,47 @@ class StateFolder:
             cause = error.__cause__
             if isinstance(cause, FileNotFoundError):
                 with explain_errors(self.path, self.what):
-                    os.stat(self.path)  # a folder that is gone has taken its files along: that is not "none"
+                    os.stat(self.path)  # if the folder itself is gone, its files are lost, not absent
                 return None
             if isinstance(cause, OSError) and cause.errno == errno.ELOOP:
                 raise self.corrupt_error(name, "it is a link") from error
             raise
 
     def corrupt_error(self, name: str, reason: object, hint: str = "Restore the file from a copy.") -> StateCorrupt:
-        """The error for a file that is not what was written."""
+        """Return the error for a file that is not what was written."""
         return StateCorrupt(f"a file of {self.what} cannot be read: {reason}", path=self.path / name, hint=hint)
 
     def replace(self, name: str, content: bytes) -> None:
-        """Put this content under the name. When this returns, it survives a crash of the machine."""
+        """Replace the file's content. When this returns, it survives a crash of the machine."""
         self.require_owner()
         path = self.path / name
-        aside = local.temp_path(path)
+        temp = local.temp_path(path)
         with explain_errors(path, self.what):
-            local.write_temp(aside, [content], FILE_MODE)
+            local.write_temp(temp, [content], FILE_MODE)
             failpoints.hit("state.written")
             try:
-                os.replace(aside, path)
+                os.replace(temp, path)
             except BaseException:
-                local.remove(aside)
+                local.remove(temp)
                 raise
             failpoints.hit("state.replaced")
             self._sync(path)
         failpoints.hit("state.saved")
-        self.require_owner()  # taken over meanwhile: whoever did so may not have seen this
+        self.require_owner()  # a process that took over meanwhile may not have seen this
 
     def create(self, name: str, content: bytes) -> None:
-        """A new file of this name, durable when this returns. The owner knows that there is none."""
+        """Create a file, durable when this returns.
+
+        The owner knows that there is no such file yet.
+        """
         self.require_owner()
         path = self.path / name
-        aside = local.temp_path(path)
+        temp = local.temp_path(path)
         try:
             with explain_errors(path, self.what):
-                local.write_temp(aside, [content], FILE_MODE)
+                local.write_temp(temp, [content], FILE_MODE)
                 failpoints.hit("state.written")
-                local.publish(aside, path)
+                local.publish(temp, path)
         except FileExistsError as error:
             raise StateFenced(
                 f"another process writes {self.what}", path=path, hint="Stop it, then start again."
@@ -210,13 +222,13 @@ class StateFolder:
         failpoints.hit("state.created")
 
     def make_durable(self, name: str) -> None:
-        """Make durable what is there, whatever became of the one who wrote it."""
+        """Make the file durable, even if its writer died or failed before it was."""
         self.require_owner()
         with explain_errors(self.path / name, self.what):
             local.make_durable(self.path / name, FILE_MODE)
 
     def remove(self, *names: str) -> bool:
-        """Take files away, durably; whether there was any."""
+        """Remove files durably; return true if there was any."""
         self.require_owner()
         removed = False
         for name in names:

@@ -1,6 +1,8 @@
-"""Small JSON files that say when they are not what was written: each carries the CRC-32 of the rest of itself.
+"""Write and check small JSON records that carry a checksum of themselves.
 
-The checksum is taken over the object without `crc`, keys sorted, no spaces, non-ASCII escaped.
+There are two kinds. A record of the log carries the CRC-32 of the rest of its object: without `crc`, keys sorted, no
+spaces, non-ASCII escaped. A record of the state carries the SHA-256 of the same text, without `sha256`. A state record
+is also refused if its bytes differ, by a space even, from those that we would write for the object.
 """
 
 from __future__ import annotations
@@ -28,28 +30,31 @@ class CachedRecord(Generic[_T]):
         self._looked = 0.0
 
     def get(self, within: float = 0.0) -> _T:
-        """What it says now; or said so many seconds ago, where a look costs a request. Cheap when nothing changed."""
+        """Return the current content, cheaply when nothing changed.
+
+        Where a look costs a request, a content that was current `within` so many seconds ago will do.
+        """
         known = self._known
         if known is not None and within and files.is_remote(self._path) and time.monotonic() < self._looked + within:
             return known[1]
-        looked = time.monotonic()
+        looked_at = time.monotonic()
         try:
             stamp = files.read_stamp(self._path)
         except OSError as error:
             raise files.explained_error(error, self._path) from error
         if known is None or known[0] != stamp:
             known = self._known = (stamp, self._read())  # another thread may replace it before we return
-        self._looked = looked
+        self._looked = looked_at
         return known[1]
 
 
 def encode(stored: dict[str, Any]) -> bytes:
-    """The object as text, with its checksum."""
+    """Return the object as text, with its checksum."""
     return json.dumps({**stored, "crc": _checksum(stored)}, indent=1, ensure_ascii=False).encode()
 
 
 def decode(text: bytes, format: int) -> dict[str, Any]:
-    """The object, checked; ValueError, KeyError or TypeError if it is not what was written."""
+    """Return the checked object; raise ValueError, KeyError or TypeError if it is damaged."""
     stored = json.loads(text)
     if not isinstance(stored, dict):
         raise ValueError("it is not a record")
@@ -65,30 +70,33 @@ def _checksum(stored: dict[str, Any]) -> int:
 
 
 _OTHER_FORMAT_HINT = (
-    "Another version of Tailrace wrote it: go on with that one, or a newer one. If none did, it is damaged. Restore "
-    "the file from a copy."
+    "Use the version of Tailrace that wrote it, or a newer one. Restore the file from a copy if no other version wrote "
+    "it: then it is damaged."
 )
 
 
 class UnknownFormat(ValueError):
-    """What another version wrote: it is not damaged, so nobody is told to put something else in its place."""
+    """The record was written by another version of Tailrace.
+
+    It is not damaged, so no hint may advise to replace it.
+    """
 
     def __init__(self, format: object, known: int) -> None:
         super().__init__(f"it has format {format}, and this version knows format {known}")
 
 
 def unreadable_hint(error: BaseException, otherwise: str) -> str:
-    """What to do about something that cannot be read."""
+    """Return what to do about something that cannot be read."""
     return _OTHER_FORMAT_HINT if isinstance(error, UnknownFormat) else otherwise
 
 
 def encode_state(stored: dict[str, Any]) -> bytes:
-    """The object as text, with its hash."""
+    """Return the object as text, with its hash."""
     return (json.dumps({**stored, "sha256": _hash(stored)}, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def decode_state(text: bytes, format: int) -> dict[str, Any]:
-    """The object, checked; ValueError, and what goes with it, if it is not what was written."""
+    """Return the checked object; raise ValueError, KeyError or TypeError if it is damaged."""
     try:
         return _decode_state(text, format)
     except RecursionError as error:

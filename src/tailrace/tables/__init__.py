@@ -1,1 +1,1 @@
-"""Lake tables: changes are folded to one row per key, then merged in one commit that also holds the position."""
+"""Lake tables: fold changes to one row per key, then merge them in one commit with the position."""

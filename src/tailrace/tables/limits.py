@@ -1,4 +1,4 @@
-"""What a Delta table cannot hold, refused by name before a row is written."""
+"""Refuse rows and columns that a Delta table cannot hold, before any row is written."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DAYS_MAX = 95_000_000
 
 
 def own_batches(schema: TableSchema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Rows under the table's own names and types, each batch looked at."""
-    fields = pa.schema(schema.row_fields())
+    """Yield rows under the table's own names and types; refuse values that delta-rs cannot write."""
+    arrow_schema = pa.schema(schema.row_fields())
     for batch in batches:
         refuse_far_dates(schema, batch.columns)
-        yield pa.RecordBatch.from_arrays(batch.columns, schema=fields)
+        yield pa.RecordBatch.from_arrays(batch.columns, schema=arrow_schema)
 
 
 def refuse_far_dates(schema: TableSchema, columns: Iterable[Any]) -> None:
@@ -44,39 +44,42 @@ def refuse_far_dates(schema: TableSchema, columns: Iterable[Any]) -> None:
 def find_unstorable_rows(
     schema: TableSchema, columns: Iterable[Any], rows: int, partition_by: Mapping[str, str] | None = None
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Of so many rows, the table's own columns: those with a value that no table can hold, or none that is partitioned
-    by these columns, which may have other names there; and those with one in their key."""
+    """Flag rows with a value that the table cannot hold; flag separately those with one in their key.
+
+    `columns` are the table's own columns of `rows` rows. `partition_by` maps their names to those of partition columns
+    in the lake, which may differ.
+    """
     bad, bad_key = np.zeros(rows, np.bool_), np.zeros(rows, np.bool_)
     for column, values in zip(schema.columns, columns, strict=True):
-        found = find_unstorable_values(column, values, partition_by or {})
-        if found is not None:
-            bad |= found
+        flags = find_unstorable_values(column, values, partition_by or {})
+        if flags is not None:
+            bad |= flags
             if column.name in schema.key:
-                bad_key |= found
+                bad_key |= flags
     return bad, bad_key
 
 
 def find_unstorable_values(
     column: Column, values: Any, partition_by: Mapping[str, str]
 ) -> npt.NDArray[np.bool_] | None:
-    """Which values of one column cannot be held; None if all can, by their type."""
+    """Flag one column's values that cannot be stored; None if its type allows all values."""
     if column.name in partition_by:
         return find_unusable_values(partition_by[column.name], values)
     return far_values(values) if pa.types.is_date32(column.type) else None
 
 
 def far_values(dates: Any) -> npt.NDArray[np.bool_]:
-    """Which of these dates delta-rs cannot write."""
+    """Flag the dates that delta-rs cannot write."""
     days = dates.cast(pa.int32()).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    found: npt.NDArray[np.bool_] = np.abs(days) > DAYS_MAX
-    return found
+    flags: npt.NDArray[np.bool_] = np.abs(days) > DAYS_MAX
+    return flags
 
 
 def refuse_names(schema: TableSchema) -> None:
     """Refuse columns that no Delta table can have."""
     if not schema.columns:
         raise TableUnusable(
-            "the table has no columns, and Delta has no such tables",
+            "the table has no columns, which Delta does not allow",
             table=schema.table,
             hint="Exclude it in `source.exclude`.",
         )
@@ -88,8 +91,8 @@ def refuse_names(schema: TableSchema) -> None:
                 "two columns differ only in case, which Delta does not allow",
                 table=schema.table,
                 columns=f"{other}, {name}",
-                hint="Give one another name: in the lake (`columns` in `tables.rules`), or at the source. Or exclude "
-                "the table.",
+                hint="Rename one of them in the lake (`columns` in `tables.rules`) or at the source. Or exclude the "
+                "table.",
             )
 
 
@@ -97,14 +100,16 @@ _NOT_FOR_SPARK = re.compile(r"[ ,;{}()\n\t=]")
 
 
 def refuse_spark_names(schema: TableSchema) -> None:
-    """Refuse columns that no Delta table can have, or that Spark's connector gives to none: it merges into tables that
-    have such columns, but changes no shape with one."""
+    """Refuse columns that no Delta table, or no change by Spark's connector, can have.
+
+    The connector merges into tables that have columns with such names. It only refuses to change a schema with one.
+    """
     refuse_names(schema)
     for name in schema.names:
         if _NOT_FOR_SPARK.search(name):
             raise TableUnusable(
-                "Spark's connector changes no table with a column of such a name",
+                "Spark's connector cannot change a table with a column of this name",
                 table=schema.table,
                 column=name,
-                hint="Set `tables.engine: delta-rs` for this change; afterwards `spark` goes on.",
+                hint="Set `tables.engine: delta-rs` for this change. Afterwards set `spark` again.",
             )

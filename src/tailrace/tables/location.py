@@ -1,4 +1,4 @@
-"""How the lake is laid out: which table of the source becomes which table of the lake, and how that is opened."""
+"""Lay out the lake: which lake table belongs to a source table, and how it is opened."""
 
 from __future__ import annotations
 
@@ -19,57 +19,63 @@ from tailrace.tables.table_folder import find_folder
 from tailrace.tables.table_paths import TEMPLATE, table_path
 
 Engine = Literal["delta-rs", "spark"]
-"""Who writes rows: delta-rs, on one machine, or Spark's Delta connector."""
+"""The writer of rows: delta-rs, on one machine, or Spark's Delta connector."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableLocation:
-    """One lake table of one change log. Plain data: Spark may send it to its workers."""
+    """Location of one lake table of one change log. Plain data: Spark may send it to its workers."""
 
     path: Path
     log_id: str
     spec: TableSpec = PLAIN_MIRROR
     engine: Engine = "delta-rs"
     features: Features = NO_FEATURES
-    """What it gets when it is loaded; only Spark's connector can write it then."""
+    """Features that a load gives the table. Then only Spark's connector can write it."""
     catalog: Catalog | None = None
-    """Of an Iceberg table; None: it is a Delta table."""
+    """The catalogue of an Iceberg table; None for a Delta table."""
     file_bytes: int = FILE_BYTES
-    """The size of file that is aimed at."""
+    """Target size of a data file."""
 
     @property
     def staging(self) -> Path:
-        """The folder of files that a load writes, before they are part of the table."""
+        """The folder for files of a load that are not part of the table yet."""
         return self.path if self.catalog is None else self.path / STAGED
 
     def open(self) -> DeltaRsTable:
-        """The Delta table, whether it is there or not. What needs no rows is the same for every engine; with another
-        than delta-rs, work that changes rows is done by `spark/writers/engine.py`."""
+        """Return the Delta table, whether it exists or not.
+
+        Work that needs no rows is the same for every engine. With Spark, work that changes rows is done by
+        `spark/writers/engine.py`.
+        """
         assert self.catalog is None, "an Iceberg table's commits are made by Spark"
         features = self.features if self.engine == "spark" else None
         return DeltaRsTable(self.path, self.log_id, self.spec, features, self.file_bytes)
 
     def open_for_reading(self) -> DeltaRsTable | IcebergTable:
-        """The table, to be asked where it stands."""
+        """Return the table for reading its state only."""
         if self.catalog is None:
             return self.open()
         return IcebergTable(self.path, self.log_id, self.catalog, self.spec)
 
     def is_newest_version(self, version: int) -> bool:
-        """Whether this is certainly the table's newest version; a cheap question, and of Delta tables only."""
+        """Return whether this is certainly the table's newest version.
+
+        A cheap check, for Delta tables only.
+        """
         folder = find_folder(self.path) if self.catalog is None else None
         return folder is not None and is_newest_version(folder, version)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LakeLayout:
-    """Where the tables of one pipeline lie."""
+    """The layout of one pipeline's lake tables."""
 
     root: Path
     spec_of: Callable[[TableId], TableSpec] = lambda _: PLAIN_MIRROR
-    """What each table is to be,"""
+    """Return the table spec of a source table."""
     path_template_of: Callable[[TableId], str] = lambda _: TEMPLATE
-    """and the template of its folder."""
+    """Return the template of a source table's folder."""
     pipeline: str = ""
     engine: Engine = "delta-rs"
     features_of: Callable[[TableId], Features] = lambda _: NO_FEATURES
@@ -77,7 +83,7 @@ class LakeLayout:
     file_bytes: int = FILE_BYTES
 
     def location(self, table: TableId, log_id: str) -> TableLocation:
-        """Of one table; refuses a name that no folder can have."""
+        """Return one table's location; refuse a name that no folder can have."""
         return TableLocation(
             path=self.path(table),
             log_id=log_id,
@@ -89,5 +95,5 @@ class LakeLayout:
         )
 
     def path(self, table: TableId) -> Path:
-        """The folder of one table."""
+        """Return the folder of one table."""
         return table_path(self.root, table, self.path_template_of(table), self.pipeline)

@@ -1,7 +1,7 @@
-"""What a destination must promise, so that it alone decides what it still needs.
+"""The port that a lake table implements.
 
-A table's position and its rows change in one atomic commit or not at all. Whoever reads the position back
-therefore knows exactly which changes the rows hold, after any crash, and needs no other record.
+A table's position and its rows change in one atomic commit or not at all. So the position alone says exactly which
+changes the rows hold, after any crash. No other record is needed.
 """
 
 from __future__ import annotations
@@ -25,104 +25,112 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AppliedPosition:
-    """What a table has applied, kept in its own commit."""
+    """The position that a table has applied, stored in its own commit."""
 
     seq: int
-    """The last `_seq` of the log it covers."""
+    """The last `_seq` of the log that the table covers."""
     commit: int
-    """The log's commit number at that point."""
+    """The log's commit number at that `_seq`."""
     position: Lsn
-    """Everything that ended at or before this is covered too: a load's point may lie past the log's end."""
+    """Source position up to which every transaction is covered. A load point may be past the log's end."""
     load: str | None = None
-    """The load that the table came from, if that has a name; applying keeps it."""
+    """Id of the load that the table is from, if it has one. Applying keeps it."""
 
     def covers(self, other: AppliedPosition) -> bool:
-        """Whether a table that stands here has all that one has which stands there. The number alone does not tell: a
-        point inside a commit has that of the commit before."""
+        """Return whether a table at this position has everything up to the other one.
+
+        The `_seq` alone is not enough: a point inside a commit has the `_seq` of the commit before.
+        """
         return self.seq >= other.seq and self.position >= other.position
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteResult:
-    """What an apply came to. `cursor` is where the table stands now."""
+    """The result of a write to a lake table."""
 
     committed: bool
-    """False: there was nothing to do, and the table and its position are as they were."""
+    """False if there was nothing to do: the table and its position are unchanged."""
     applied_position: AppliedPosition
+    """The table's position now."""
     upserted: int = 0
     deleted: int = 0
     bytes: int = 0
-    """Of the files that were written."""
+    """Size of the files that were written."""
     version: int | None = None
-    """The table's own number of what it is now, where that is known."""
+    """The table's own number of its new version, where known."""
 
 
 Refetch = Callable[[pa.Table], pa.Table]
-"""Given keys, the key's columns by their own names, the rows as the source has them now, all columns; a row that
-is gone is not among them."""
+"""Return the rows under these keys as the source has them now, all columns.
+
+The keys are given as the key's columns under their own names. A row that the source no longer has is not in the result.
+"""
 
 
 class LakeTable(Protocol):
-    """What one source table is in the lake, in one form, written on behalf of one change log.
+    """One source table in the lake, written with one table spec for one change log.
 
-    A `schema` is the source's shape everywhere in here; rows that are staged or folded have the table's own, which the
-    form makes of it. A table that was made in another form is refused (`FormChanged`), and replaced by a load.
+    `schema` is always the source's schema. Staged and folded rows have the table's own schema, which the spec derives
+    from it. A table that was made with another spec is refused (`FormChanged`) until a load replaces it.
 
-    Order: changes are applied in `_seq` order and `expected` names the position they start from, so a gap is
-    refused, not applied. Repetition: an apply that the table already covers does nothing, so any call may be
-    repeated. Durability: when a method that writes returns, rows and position are on disk; when it raises or the
-    process dies, either the whole commit is there or nothing of it is visible. No commit lacks the position.
+    Order: changes are applied in `_seq` order. `expected` names the position they start from, so a gap is refused, not
+    applied. Repetition: an apply that the table already covers does nothing, so any call may be repeated. Durability:
+    when a writing method returns, rows and position are on disk. When it raises or the process dies, the commit is
+    either complete or not visible at all. Every commit has the position.
 
-    One table has one writer at a time. That is not assumed but checked: a commit fails if any other was made
-    since the table was read. Methods open the table anew and keep nothing between calls, so an object may be
-    sent to another process.
+    One table has one writer at a time. This is checked, not assumed: a commit fails if another one was made since the
+    table was read. Methods open the table each time and keep nothing between calls, so an object may be sent to another
+    process.
     """
 
     def applied_position(self) -> AppliedPosition | None:
-        """What this log has applied; None only if there is no table here, or none with a position of this log.
+        """Return what this log has applied; None if no table with a position of this log exists.
 
-        Raises `ForeignWrite` if someone else changed the table since, `TableUnusable` if it cannot be read.
+        Raises `ForeignWrite` if someone else has changed the table since, and `TableUnusable` if it cannot be read.
         """
         ...
 
     def schema(self) -> TableSchema | None:
-        """The source's shape as of the last commit of this log; None where `cursor` is None."""
+        """Return the source's schema as of this log's last commit; None without an applied position."""
         ...
 
     def load(
         self,
         schema: TableSchema,
         batches: Iterable[pa.RecordBatch],
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         *,
         origin: LoadOrigin | None = None,
     ) -> int:
-        """Make these rows of the source all that the table holds, at this position; return how many.
+        """Replace all rows of the table by these source rows, at this position; return their number.
 
-        Streams: memory does not grow with the table. Replaces whatever this log put here before, even after
-        others changed it, and refuses a table this log did not make (`ForeignWrite`). An exception out of
-        `batches` is raised unchanged and nothing is committed.
+        Rows are streamed: memory does not grow with the table. Replaces whatever this log wrote before, even if others
+        have changed it since. Refuses a table that this log did not make (`ForeignWrite`). An exception out of
+        `batches` is raised unchanged, and nothing is committed.
         """
         ...
 
     def refuse_foreign(self, table: TableId) -> None:
-        """Raise what `load` and `land` of this source table would raise before they begin; nothing is touched."""
+        """Raise what `load` and `commit_load` of this source table would raise before they begin.
+
+        Nothing is written.
+        """
         ...
 
     def commit_load(
         self,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         *,
         origin: LoadOrigin | None = None,
         kept: Sequence[Column] = (),
     ) -> int:
-        """Make these staged files all that the table holds, at this position, in one commit; return their rows.
+        """Replace all rows of the table by these staged files in one commit; return their number of rows.
 
-        Replaces and refuses what `load` does. `kept` are columns that the files have beside those of the shape, as
-        `evolve` leaves them. Files that are in the table already are not landed again: the call
-        may be repeated. No files: an empty table.
+        Replaces and refuses what `load` does. `kept` are columns that the files have in addition to those of the
+        schema, as `evolve` leaves them. Files that are in the table already are not committed again, so the call may be
+        repeated. Without files the table becomes empty.
         """
         ...
 
@@ -131,23 +139,24 @@ class LakeTable(Protocol):
         schema: TableSchema,
         folded: FoldedChanges,
         expected: AppliedPosition,
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         *,
         touch: bool = False,
-        reread: Refetch | None = None,
+        refetch: Refetch | None = None,
     ) -> WriteResult:
-        """Bring the table from `expected` to `cursor` in one commit.
+        """Bring the table from `expected` to `position` in one commit.
 
-        Does nothing if the table is already at or past `cursor.seq`, or if the fold is empty: a quiet table's
-        position does not move, unless it is asked to (`touch`). Whoever goes on from here must expect the
-        cursor that was returned. A value to be taken from a row that the table does not hold is found before
-        the commit (`BaseRowMissing`), never nulled.
+        Does nothing if the table is already at or past `position.seq`. Does nothing for an empty fold either, unless
+        `touch` is set: a quiet table's position does not move. The next apply must expect the position that was
+        returned. If a value must be taken from a row that the table does not hold, that is found before the commit
+        (`BaseRowMissing`). The value never becomes null.
 
-        With `reread` the table may hold rows as they were at different times after `expected`, as long as all
-        changes since come too. A partial row whose base is missing, or that had another key (its old one may be
-        another row's by now), is then asked for by the key that it has after this batch and taken as it is given.
-        One that is not given is left out: its delete, or its next move, is still to come. If it came without those
-        values and has no base at all, what stands under its key goes: that is an earlier row, and lends it nothing.
+        With `refetch` the table may hold rows as they were at different times after `expected`, as long as all changes
+        since are applied too. Two kinds of partial row are then refetched: one whose base is missing, and one that had
+        another key. The old key of the latter may belong to another row by now. They are refetched by the key they have
+        after this batch, and taken as returned. A row that is not returned is left out: its delete, or its next key
+        move, is still ahead in the log. If such a row arrived without those values and has no base at all, the row
+        under its key is removed. That is an earlier row, and must not lend its values.
         """
         ...
 
@@ -156,71 +165,84 @@ class LakeTable(Protocol):
         schema: TableSchema,
         files: Sequence[StagedFile],
         expected: AppliedPosition,
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         *,
         keys: Sequence[StagedFile] | None = None,
         origin: LoadOrigin | None = None,
     ) -> WriteResult:
-        """Make the rows of a table with a key those of the staged files, in one commit, and leave alone what holds
-        them already. A table that keeps what the source no longer has keeps it; one of changes gets the rows added.
+        """Make a keyed table's rows equal to those of the staged files, in one commit.
 
-        With `keys`, staged files that hold the key's columns of all rows at the source, the staged rows are a part
-        of the table: other rows stay as they are if their key is listed, and go if it is not. Starts from
-        `expected` as `apply` does, and commits nothing if no row differs and the position stays. The staged files
-        do not become part of the table; whoever staged them discards them.
+        Files that already hold the right rows are not touched. A table that keeps the past keeps it; in append mode the
+        rows are added. `keys` are staged files with the key's columns of all rows at the source. With them the staged
+        rows are only a part of the table: other rows stay if their key is listed, and are removed if it is not.
+
+        Starts from `expected` as `apply` does. Commits nothing if no row differs and the position stays. The staged
+        files do not become part of the table; the caller discards them.
         """
         ...
 
     def evolve(self, recast: Recast, expected: AppliedPosition) -> WriteResult:
-        """Make the table one of the recast's shape, at the position it has, in one commit; nothing if it is already.
+        """Give the table the recast's schema, at its position, in one commit; do nothing if it has it.
 
-        Columns that the source no longer has and that are not dropped stay, beside those of the shape: rows that come
-        have null in them, and rows that are changed keep what they had.
+        Columns that the source no longer has and that are not dropped stay in addition to the schema's own. New rows
+        have null in them, and changed rows keep their values.
         """
         ...
 
     def compact(self, upkeep: UpkeepPlan, expected: AppliedPosition) -> UpkeepResult:
-        """Join small files and remove those that nobody needs, in commits that change no row and state the position."""
+        """Compact small files and remove unneeded ones; rows and position stay the same."""
         ...
 
     def rows(self) -> int:
-        """How many rows it holds; 0 if there is no table."""
+        """Return the number of rows; 0 if there is no table."""
         ...
 
     def version(self) -> int | None:
-        """The table's own number of its newest version; None if there is no table."""
+        """Return the table's own number of its newest version; None if there is no table."""
         ...
 
 
 class RepairableTable(LakeTable, Protocol):
-    """One of which single rows can be looked for and put right, for changes that it could not take."""
+    """A lake table whose single rows can be looked up and repaired, for dead letters."""
 
     def keys_exist(self, schema: TableSchema, keys: pa.Table) -> Flags:
-        """Which of these keys, the key's columns by their own names, it has a row of; each is asked for once."""
+        """Flag the keys that the table has a row of.
+
+        The keys are distinct, and given as the key's columns under their own names.
+        """
         ...
 
     def upsert_rows(
-        self, schema: TableSchema, rows: pa.Table, expected: AppliedPosition, said: pa.Table | None = None
+        self, schema: TableSchema, rows: pa.Table, expected: AppliedPosition, metadata: pa.Table | None = None
     ) -> WriteResult:
-        """Make these whole rows the ones under their keys, at the position that the table has, in one commit.
+        """Write these whole rows under their keys, at the table's position, in one commit.
 
-        For rows that are known to be what the table would hold at that position, had it been able to take their
-        changes. In a table of versions each becomes the current one; `said` is what the change that made it says of
-        itself, row by row. May be repeated.
+        The rows must be what the table would hold at that position, had it been able to take their changes. In history
+        mode each becomes the current version; `metadata` has, row by row, the metadata columns of the change that made
+        it. May be repeated.
         """
         ...
 
     def replay_id(self) -> str | None:
-        """The name that the last `add` was given; None: there was none since the table was loaded."""
+        """Return the replay id of the last `append_rows`; None if there was none since the load."""
         ...
 
     def append_rows(
-        self, schema: TableSchema, folded: FoldedChanges, expected: AppliedPosition, *, after: str | None, late: str
+        self,
+        schema: TableSchema,
+        folded: FoldedChanges,
+        expected: AppliedPosition,
+        *,
+        previous_replay_id: str | None,
+        replay_id: str,
     ) -> WriteResult:
-        """Add rows, in a table without a key or one of changes, at the position that it has, in one commit that bears
-        the name `late`; every later commit bears it too, until the next that is given one.
+        """Append rows at the table's position, in one commit that has the replay id.
 
-        Repeated, it would add them once more. So it is refused unless the table bears the name `after`: whoever has
-        looked for the name before knows whether the rows are in, and nothing can come between.
+        For a keyless table or append mode. Every later commit repeats the id, until another `append_rows` sets a new
+        one.
+
+        A repeated call would append the rows twice. So it is refused unless the table has `previous_replay_id`. A
+        caller that has read the id before therefore knows whether the rows are in, and no other append can happen in
+        between.
         """
         ...

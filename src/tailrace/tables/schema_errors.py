@@ -1,6 +1,6 @@
-"""Whether rows of one schema fit a table of another, and the error if they do not.
+"""Decide if rows of one schema fit a table of another, and make the error.
 
-One rule: same table, same columns and types in order, same key. A table with another schema evolves first.
+One rule: same table, same columns and types in order, same key. A table with another schema must evolve first.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ IDENTITY_HINT = (
     "Give it one, such as `ALTER TABLE … REPLICA IDENTITY FULL`, and run `tailrace retry FILE TABLE`: the table is "
     "reloaded. Or run `tailrace snapshot FILE TABLE` to continue with its inserts alone."
 )
-"""For a table whose updates and deletes the source no longer sends."""
+"""Hint for a table whose updates and deletes the source no longer sends."""
 
 
 REPLACED_HINT = (
     "To keep the past, give the table another `name` in `tables.rules`: it is loaded there, and this lake table stays "
     "as it is. Or run `tailrace snapshot FILE TABLE`: all its rows are replaced."
 )
-"""For a table that keeps what the source no longer has."""
+"""Hint for a table that keeps what the source no longer has."""
 
 
 def schema_mismatch(schema: TableSchema, found: TableSchema, commit: int) -> SchemaChanged | None:

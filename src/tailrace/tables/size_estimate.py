@@ -1,8 +1,8 @@
-"""What changes weigh, as the files of a table would: so that what is written for them can be held against it.
+"""Estimate the size that changes would have in a table's files.
 
-Only the table's own columns count, not what a change says besides (its position, what the row was before). Some of the
-rows are encoded and compressed as a table's files are, and the others taken to be like them: that is cheap, and about
-right. A weight is for people; nothing else hangs on it, so it never fails.
+The estimate can be compared with the bytes that are written for the changes. Only the table's own columns count, not a
+change's metadata or its old row. A sample of the rows is encoded and compressed as a table's files are. The other rows
+are assumed to be like the sample: that is cheap, and about right. The estimate is for people only, so it never fails.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ SAMPLE_ROWS = 1024
 
 
 class SizeEstimate:
-    """Of changes of one shape, as the log's reader completes them; they are added one batch after the other."""
+    """Estimate for changes of one schema, added batch by batch."""
 
-    def __init__(self, shape: TableSchema) -> None:
-        self._columns = len(shape.columns)
-        self._fields = pa.schema([(str(number), column.type) for number, column in enumerate(shape.columns)])
+    def __init__(self, schema: TableSchema) -> None:
+        self._columns = len(schema.columns)
+        self._fields = pa.schema([(str(number), column.type) for number, column in enumerate(schema.columns)])
         self._sample: list[pa.Table] = []
         self._sampled = 0
         self._memory = 0
 
     def add(self, changes: pa.Table | pa.RecordBatch) -> None:
-        """Count some changes in."""
+        """Add a batch of changes."""
         own = pa.table(changes.columns[-self._columns :], schema=self._fields) if self._columns else None
         if own is None or not own.num_rows:
             return
@@ -38,25 +38,25 @@ class SizeEstimate:
 
     @property
     def bytes(self) -> int:
-        """Of all that was added."""
-        some = pa.concat_tables(self._sample) if self._sample else None
-        if some is None or not some.nbytes:
+        """The estimated size of all changes added."""
+        sample = pa.concat_tables(self._sample) if self._sample else None
+        if sample is None or not sample.nbytes:
             return self._memory
         try:
-            return max(_encoded(some) * self._memory // int(some.nbytes), 1)
-        except (pa.ArrowException, OSError):  # a type that has no place in a file
+            return max(_encoded_bytes(sample) * self._memory // int(sample.nbytes), 1)
+        except (pa.ArrowException, OSError):  # a type that Parquet cannot store
             return self._memory
 
 
-def estimate_bytes(shape: TableSchema, changes: pa.Table) -> int:
-    """Of changes that are all at hand."""
-    weight = SizeEstimate(shape)
-    weight.add(changes)
-    return weight.bytes
+def estimate_bytes(schema: TableSchema, changes: pa.Table) -> int:
+    """Estimate the size of changes that are all at hand."""
+    estimate = SizeEstimate(schema)
+    estimate.add(changes)
+    return estimate.bytes
 
 
-def _encoded(rows: pa.Table) -> int:
-    """What the values take in a file, without its head and foot: those a table has once for very many rows."""
+def _encoded_bytes(rows: pa.Table) -> int:
+    """Return the encoded size of the values, without the file's header and footer."""
     with pq.ParquetWriter(
         pa.BufferOutputStream(),
         rows.schema,

@@ -1,8 +1,9 @@
-"""What a lake table is made of its source's rows: their last state, every change of them, or every version.
+"""Define the table spec: what a lake table is made of, chosen in the settings.
 
-A form is recorded in the table's own commits. A table made in one is never written in another: rows of two forms in
-one table would mean nothing. What a form adds stands in columns of its own, after those of the source; a column of
-the source that has the name of one is refused, never hidden.
+A lake table holds the last state of its source's rows, every change of them, or every version. A table's spec is
+recorded in its own commits. A table made with one spec is never written with another, because rows of two specs in one
+table would have no meaning. Columns that the spec adds follow those of the source. If a source column has the name of
+an added one, the table is refused; the column is never hidden.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from tailrace.tables.partitions import refuse_columns
 
 
 class TableMode(enum.Enum):
-    """What a table holds."""
+    """The kind of rows that a table holds."""
 
     MIRROR = "mirror"
     """Each row of the source as it is now."""
     HISTORY = "history"
-    """Each row of the source as it was, one row for each transaction that changed it."""
+    """Each version of a source row: one row for each transaction that changed it."""
     APPEND = "append"
-    """Each change, one row for each."""
+    """Each change as one row."""
 
 
 DELETED = "_deleted"
 ICEBERG_DELETED = "_is_deleted"
-"""In an Iceberg table, where the other name is the connector's own."""
+"""The name in Iceberg tables, where the connector reserves the other one."""
 VALID_FROM, VALID_TO, CURRENT = "_valid_from", "_valid_to", "_current"
 
 TIME = pa.timestamp("us", "UTC")
@@ -45,47 +46,47 @@ _TYPES: Mapping[str, pa.DataType] = {
 }  # fmt: skip
 
 METADATA = tuple(field.name for field in change.REQUIRED)
-"""What a table may say of the change that each row comes from, by name."""
+"""The metadata columns that a table may have: facts of the change that each row is from."""
 _OF_APPEND = (*METADATA, change.UNCHANGED)
 _OF_HISTORY = (VALID_FROM, VALID_TO, CURRENT, change.SEQ, change.TX)
 
 _COLLISION_HINT = (
-    "Leave the name out of `tables.metadata`, do without `soft_delete` or choose another `mode`, whichever adds it; or "
-    "give the source's column another name in `tables.rules` (`columns:`)."
+    "Remove what adds the column: the name in `tables.metadata`, `soft_delete` or the `mode`. Or rename the source's "
+    "column in `tables.rules` (`columns:`)."
 )
-_TWINS_HINT = "Give one of them another name in `tables.rules` (`columns:`); case makes no difference."
+_TWINS_HINT = "Rename one of them in `tables.rules` (`columns:`). Names that differ only in case count as equal."
 _KEYLESS_HINT = "Give the table a primary key or a replica identity with one, or use `mode: append`, or a plain mirror."
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """One table's form."""
+    """The spec of one lake table."""
 
     mode: TableMode = TableMode.MIRROR
     soft_delete: bool = False
-    """Of a mirror: rows that are deleted stay, marked"""
+    """Mirror only: deleted rows stay, with `deleted_column` = true."""
     deleted_column: str = DELETED
-    """in this column."""
+    """Name of the column that marks deleted rows."""
     metadata: tuple[str, ...] = ()
-    """Which of `METADATA` stand with each row, besides those that the mode needs."""
+    """Names from `METADATA` that each row has, in addition to those the mode needs."""
     renamed_columns: tuple[tuple[str, str], ...] = ()
-    """Columns that have another name in the lake: the source's, the lake's."""
+    """Columns with another name in the lake, as pairs: source name, lake name."""
     partition_by: tuple[str, ...] = ()
-    """Columns, by their names in the lake, whose values say which rows lie together."""
+    """Partition columns, by their names in the lake."""
     holds_messages: bool = False
-    """Of a mirror: its rows are messages, and stay as they are when the source no longer has them."""
+    """Mirror only: its rows are messages, which stay unchanged when the source no longer has them."""
 
     def __post_init__(self) -> None:
         if self.soft_delete and self.mode is not TableMode.MIRROR:
-            raise ValueError("only a mirror marks what is deleted")
+            raise ValueError("soft delete needs a mirror")
         if self.holds_messages and (self.soft_delete or self.mode is not TableMode.MIRROR):
-            raise ValueError("messages are kept as they are")
+            raise ValueError("messages need a mirror without soft delete")
         if not set(self.metadata) <= set(METADATA):
-            raise ValueError("there is no such metadata column")
+            raise ValueError("unknown metadata column")
 
     @property
     def added_columns(self) -> tuple[Column, ...]:
-        """The columns beside the source's own, in order."""
+        """The columns in addition to the source's own, in order."""
         needed = {TableMode.MIRROR: (), TableMode.HISTORY: _OF_HISTORY, TableMode.APPEND: _OF_APPEND}[self.mode]
         wanted = [name for name in METADATA if name in self.metadata and name not in needed]
         marks = (Column(name=self.deleted_column, source_type="", type=pa.bool_()),) if self.soft_delete else ()
@@ -93,17 +94,21 @@ class TableSpec:
 
     @property
     def keeps_past(self) -> bool:
-        """Whether the table holds what the source no longer has, so that loading it anew must not replace it."""
+        """True if the table holds what the source no longer has. A reload must not replace such a table."""
         return self.mode is not TableMode.MIRROR or self.soft_delete or self.holds_messages
 
     @property
     def needs_exact_load(self) -> bool:
-        """Whether only a load in one snapshot will do: a row that is read after a change of it is applied again, which
-        a mirror does not notice. Or the log must bring the table there first: messages may be gone at the source."""
+        """True if only a load in one snapshot is correct.
+
+        A chunked load may read a row after one of its changes and apply that change again. A mirror does not notice
+        that, but the other modes would. Messages must first be brought up to date from the log, because the source may
+        have removed them.
+        """
         return self.mode is not TableMode.MIRROR or self.holds_messages
 
     def stored_schema(self, schema: TableSchema) -> TableSchema:
-        """The lake table's own shape; refuses a source table that cannot have this form."""
+        """Return the lake table's own schema; refuse a source table that this spec does not fit."""
         if self == PLAIN_MIRROR:
             return schema
         self._refuse_keyless(schema)
@@ -111,10 +116,10 @@ class TableSpec:
         taken: set[str] = set()
         for column in (*own, *self.added_columns):
             if column.name.lower() in taken:
-                what, hint = "two columns of the lake table would have one name", _TWINS_HINT
+                message, hint = "two columns of the lake table would have the same name", _TWINS_HINT
                 if column in self.added_columns:
-                    what, hint = "a column has the name of one that the table's form adds", _COLLISION_HINT
-                raise TableUnusable(what, table=schema.table, column=column.name, hint=hint)
+                    message, hint = "a column has the name of one that the table spec adds", _COLLISION_HINT
+                raise TableUnusable(message, table=schema.table, column=column.name, hint=hint)
             taken.add(column.name.lower())
         key = () if self.mode is TableMode.APPEND else tuple(map(self.lake_name, schema.key))
         stored = replace(schema, columns=(*own, *self.added_columns), key=key, facts=None)
@@ -122,46 +127,50 @@ class TableSpec:
         return stored
 
     def is_equivalent(self, other: TableSpec, schema: TableSchema) -> bool:
-        """Whether both make the same of the source's table; names of columns that it does not have make no
-        difference."""
+        """Return whether both specs make the same table from this source table.
+
+        Renames of columns that the source table does not have make no difference.
+        """
         mine, theirs = (
-            replace(form, renamed_columns=tuple(pair for pair in form.renamed_columns if pair[0] in schema.names))
-            for form in (self, other)
+            replace(spec, renamed_columns=tuple(pair for pair in spec.renamed_columns if pair[0] in schema.names))
+            for spec in (self, other)
         )
         return mine == theirs
 
     def lake_name(self, column: str) -> str:
-        """What a column of the source is called in the lake."""
+        """Return a source column's name in the lake."""
         return dict(self.renamed_columns).get(column, column)
 
     def partitions_of(self, schema: TableSchema) -> dict[str, str]:
-        """Columns of the source that the lake table is partitioned by: their names there, and in the lake."""
-        return {name: own for name in schema.names if (own := self.lake_name(name)) in self.partition_by}
+        """Map partition columns from their source names to their lake names."""
+        return {name: lake_name for name in schema.names if (lake_name := self.lake_name(name)) in self.partition_by}
 
     def can_repair(self, schema: TableSchema) -> bool:
-        """Whether a row that the table lacks can be asked for by its key and put in; what one change of many was, or
-        which of equal rows, the source does not tell."""
+        """Return whether a missing row can be read from the source by key and inserted.
+
+        The source cannot say which of many changes a row was from, nor which of equal rows is missing.
+        """
         return self.mode is not TableMode.APPEND and bool(schema.key)
 
     def refuse_partial_load(self, table: TableId) -> None:
-        """Refuse to read a part of the table again where every change or version is kept."""
+        """Refuse to reload a part of a table that keeps every change or version."""
         if self.needs_exact_load:
-            what = "messages" if self.holds_messages else f"a table in `mode: {self.mode.value}`"
+            described = "messages" if self.holds_messages else f"a table in `mode: {self.mode.value}`"
             raise Unsupported(
-                f"a part of {what} cannot be read again",
+                f"a part of {described} cannot be reloaded",
                 table=table,
-                hint="Ask without --where: the whole table is read.",
+                hint="Run the command without --where to reload the whole table.",
             )
 
     def _refuse_keyless(self, schema: TableSchema) -> None:
         if self.mode is TableMode.APPEND:
             return
         if not schema.key and (self.keeps_past or self.metadata):
-            what = "a history" if self.mode is TableMode.HISTORY else "a mirror with columns of its own"
-            raise TableUnusable(f"{what} needs a table with a key", table=schema.table, hint=_KEYLESS_HINT)
+            described = "a history" if self.mode is TableMode.HISTORY else "a mirror with columns of its own"
+            raise TableUnusable(f"{described} needs a table with a key", table=schema.table, hint=_KEYLESS_HINT)
         if schema.identity is Identity.NONE and self.keeps_past and not self.holds_messages:
             raise TableUnusable(
-                "the source does not tell which rows are updated and deleted", table=schema.table, hint=_KEYLESS_HINT
+                "the source does not send which rows are updated and deleted", table=schema.table, hint=_KEYLESS_HINT
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -188,7 +197,7 @@ class TableSpec:
         )
 
     def __str__(self) -> str:
-        """In a word or two, for people."""
+        """Describe the spec in a word or two."""
         return (
             "messages"
             if self.holds_messages
@@ -199,24 +208,26 @@ class TableSpec:
 
     @property
     def described(self) -> str:
-        """All of it, for people."""
-        apart = [f"partitioned by {' and '.join(self.partition_by)}"] if self.partition_by else []
-        return ", ".join([str(self), *self.metadata, *(f"{old} as {new}" for old, new in self.renamed_columns), *apart])
+        """The whole spec as text, for people."""
+        partitions = [f"partitioned by {' and '.join(self.partition_by)}"] if self.partition_by else []
+        return ", ".join(
+            [str(self), *self.metadata, *(f"{old} as {new}" for old, new in self.renamed_columns), *partitions]
+        )
 
 
 PLAIN_MIRROR = TableSpec()
-"""A mirror with nothing beside the source's own columns."""
+"""A mirror with no columns but the source's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOrigin:
-    """Where rows that a load reads come from: they are as they were there, or later."""
+    """The point that a load's rows are from: they are as they were there, or later."""
 
     seq: int
     position: str
     read_at: int
-    """When the load began, µs since 1970 by the clock of this machine."""
+    """Start of the load, in µs since 1970 by this machine's clock."""
 
 
 NO_ORIGIN = LoadOrigin(seq=0, position=str(ZERO), read_at=0)
-"""Where the form asks for nothing."""
+"""The origin for a spec that records none."""

@@ -1,9 +1,9 @@
-"""Rows that lie in a table's folder and are not part of the table yet.
+"""Stage rows: write data files into a table's folder that are not part of the table yet.
 
-A load may be shared out among many tasks: each stages its rows as files of its own, and one commit adds them
-all (`LakeTable.land`). Until then no reader sees them, and a file whose load died is a stray that is removed
-by its name. A staged file is whole and on disk when its name is returned; what fails leaves none behind. Of a table
-that is partitioned each file holds rows of one partition.
+A load may be shared among many tasks. Each stages its rows as files of its own, and one commit adds them all
+(`LakeTable.commit_load`). Until then no reader sees them, and files of a dead load are strays that are removed by their
+names. A staged file is complete and on disk when its name is returned. A failed write leaves no file behind. In a
+partitioned table each file holds rows of one partition.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from tailrace.tables.statistics import FloatBounds, delta_stats, footer_columns
 from tailrace.tables.table_folder import existing_folder, find_folder, is_partition, make_folder, unreadable
 
 FILE_BYTES = 128 << 20
-"""The size of file that is aimed at where nobody says another."""
+"""Default target size of a data file."""
 GROUP_ROWS_MAX = 1 << 20
 GROUP_BYTES_MIN, GROUP_BYTES_MAX = 1 << 20, 32 << 20
-"""Of a row group in memory; small files have small ones."""
+"""Limits for a row group's size in memory; small files have small ones."""
 
 WAITING_BYTES_MAX = 64 << 20
-"""Of rows of many partitions, in memory until they are written."""
+"""Size of rows of many partitions that wait in memory to be written."""
 OPEN_FILES_MAX = 32
-"""Of partitions, at once: whoever has waited longest is ended."""
+"""Partitions with an open file at once; the least recently used one is closed."""
 
 COMPRESSION = "snappy"
 SAMPLE_ROWS = 8192
@@ -60,16 +60,16 @@ _TOKEN = re.compile(r"[A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class StagedFile:
-    """One data file, as the commit that adds it will tell of it."""
+    """One data file, as the commit that adds it will describe it."""
 
     path: str
-    """Its name in the table's folder."""
+    """Its path in the table's folder."""
     size: int
     rows: int
     stats: str
     """Delta's statistics, as JSON."""
     values: PartitionTexts = field(default_factory=dict)
-    """Of the partition that it holds rows of."""
+    """The partition that its rows are in."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,17 +89,18 @@ def stage(
     numbered: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> tuple[StagedFile, ...]:
-    """Write rows, the table's own columns, to files in its folder; none for no rows.
+    """Write rows, with the table's own columns, to files in its folder; none for no rows.
 
-    `name` must be new for every load, part of one and try: an existing file is never overwritten. Memory holds
-    two row groups: one is written while the next is read; and of a table that is partitioned, rows that wait. An
-    exception out of `batches` is raised unchanged, and nothing is left of what was written. With `numbered` the
-    columns have numbers in the files, as Iceberg knows them by, and the files of a partition hold its columns too. A
-    file that has passed `file_bytes` gets no further row group.
+    `name` must be new for every load, part of a load and attempt: an existing file is never overwritten. Memory holds
+    two row groups, because one is written while the next is read. For a partitioned table it also holds waiting rows.
+    An exception out of `batches` is raised unchanged, and all files written are removed.
+
+    With `numbered` the columns have field ids in the files, by which Iceberg knows them. Then the files of a partition
+    hold the partition columns too. A file that has passed `file_bytes` gets no further row group.
     """
     refuse_names(schema)
     _refuse_token(name)
-    find_folder(path)  # refuses a place that holds something else
+    find_folder(path)  # refuses a folder that holds something else
     fields = file_fields(schema) if numbered else None
     parts: _Parts | _Partitions = _Parts(path, name, schema, file_bytes, fields=fields)
     if partition_by:
@@ -113,10 +114,11 @@ def stage(
 
 
 def discard(path: Path, prefix: str, *, last: bool = False) -> int:
-    """Remove the staged files of a name, or of all names that begin with it and a dash; return how many. With `last`,
-    only those written after the newest commit: what the one that was to follow it has left.
+    """Remove staged files by name or name prefix; return how many.
 
-    A file that the table holds, or that a commit made since it was written has added, stays.
+    Removes files staged under `prefix`, or under a name that starts with it and a dash. With `last`, removes only those
+    written after the newest commit: what was left of the commit that was to follow it. A file stays if the table holds
+    it, or if a commit made since it was written has added it.
     """
     _refuse_token(prefix)
     try:
@@ -139,12 +141,12 @@ def discard(path: Path, prefix: str, *, last: bool = False) -> int:
 
 
 def is_staged_as(name: str, prefix: str) -> bool:
-    """Whether a file of this name was staged under the prefix, or under a name that begins with it and a dash."""
+    """Return whether a file was staged under this prefix, alone or followed by a dash."""
     return name.startswith(f"part-{prefix}-") and name.endswith(".parquet")
 
 
 def _written(folder: Path, prefix: str, inside: str = "") -> dict[str, int]:
-    """The files that are there, each with the time of its last write."""
+    """Map the staged files that exist to the times of their last writes."""
     found, inner = {}, []
     with os.scandir(folder / inside) as entries:
         for entry in entries:
@@ -159,7 +161,7 @@ def _written(folder: Path, prefix: str, inside: str = "") -> dict[str, int]:
 
 def _refuse_token(token: str) -> None:
     if not _TOKEN.fullmatch(token):
-        raise ValueError("a staged file's name is made of letters, digits, dots, dashes and underscores")
+        raise ValueError("a staged file's name may only have letters, digits, dots, dashes and underscores")
 
 
 def _write_behind(parts: _Parts | _Partitions, groups: Iterator[pa.Table]) -> None:
@@ -178,7 +180,7 @@ def _group_bytes(file_bytes: int) -> int:
 
 
 def _groups(batches: Iterable[pa.RecordBatch], bytes_max: int) -> Iterator[pa.Table]:
-    """The rows in pieces that each make one row group."""
+    """Split the rows into pieces that each make one row group."""
     pending: list[pa.RecordBatch] = []
     rows = size = 0
     for piece in (piece for batch in batches for piece in _pieces(batch, bytes_max)):
@@ -192,17 +194,19 @@ def _groups(batches: Iterable[pa.RecordBatch], bytes_max: int) -> Iterator[pa.Ta
 
 
 def dictionary_columns(group: pa.Table) -> list[str]:
-    """The columns whose values repeat themselves, by their paths in the file, as some of the rows tell. Of others a
-    dictionary holds nearly every value, and costs more than all the rest of writing them."""
+    """Return the paths of columns whose values repeat, judged by a sample.
+
+    For other columns a dictionary would hold nearly every value, and cost more than the rest of the write.
+    """
     rows = pa.array(np.linspace(0, group.num_rows - 1, min(group.num_rows, SAMPLE_ROWS), dtype=np.int64))
-    some, found = group.take(rows), []
+    sample, repeating = group.take(rows), []
     for name in group.schema.names:
-        path, values = name, some.column(name).combine_chunks()
+        path, values = name, sample.column(name).combine_chunks()
         while pa.types.is_list(values.type):
             path, values = f"{path}.list.element", values.flatten()
         if pa.types.is_nested(values.type) or len(values.unique()) <= DISTINCT_SHARE_MAX * len(values):
-            found.append(path)
-    return found
+            repeating.append(path)
+    return repeating
 
 
 def _pieces(batch: pa.RecordBatch, bytes_max: int) -> Iterator[pa.RecordBatch]:
@@ -213,8 +217,7 @@ def _pieces(batch: pa.RecordBatch, bytes_max: int) -> Iterator[pa.RecordBatch]:
 
 
 class _Parts:
-    """The files of one name, written one after the other; those of a partition in its folder, unless they have
-    numbers."""
+    """The files of one name, written in sequence, in their partition's folder unless numbered."""
 
     def __init__(
         self,
@@ -230,7 +233,7 @@ class _Parts:
         self._inside = folder_of(self._values) + "/" if values and fields is None else ""
         self._folder = path
         self._fields = fields or pa.schema(schema.row_fields())
-        self._floats = self._no_floats()
+        self._floats = self._new_float_bounds()
         self._made: list[Path] = []
         self._done: list[StagedFile] = []
         self._handle: BinaryIO | None = None
@@ -248,7 +251,7 @@ class _Parts:
             raise unreadable(self._path, exc) from exc
 
     def close(self) -> tuple[StagedFile, ...]:
-        """End the last file; the names of all are on disk too when this returns."""
+        """Close the last file; when this returns, the names of all files are on disk too."""
         try:
             done = self.end()
             if self._made:
@@ -258,7 +261,7 @@ class _Parts:
         return done
 
     def end(self) -> tuple[StagedFile, ...]:
-        """The same, but for the names."""
+        """Close the last file, without making the files' names durable."""
         self._finish()
         return tuple(self._done)
 
@@ -291,7 +294,7 @@ class _Parts:
             )
         return self._handle, self._writer
 
-    def _no_floats(self) -> dict[str, FloatBounds]:
+    def _new_float_bounds(self) -> dict[str, FloatBounds]:
         return {column.name: FloatBounds() for column in self._schema.columns if pa.types.is_floating(column.type)}
 
     def _finish(self) -> None:
@@ -305,16 +308,16 @@ class _Parts:
         self._handle.close()
         self._handle = self._writer = None
         stats = delta_stats(self._schema, footer, self._floats)
-        self._floats = self._no_floats()
+        self._floats = self._new_float_bounds()
         name = self._inside + self._made[-1].name
         self._done.append(StagedFile(path=name, size=size, rows=footer.num_rows, stats=stats, values=self._values))
 
 
 class _Partitions:
-    """The files of one name, each with rows of one partition.
+    """Write the files of one name, each with rows of one partition.
 
-    Rows wait until there are so many that all must be written. So rows of few partitions make large files in whatever
-    order they come, and memory and open files are bounded however many there are.
+    Rows wait until there are so many that all must be written. So rows of few partitions make large files, in whatever
+    order they arrive. Memory and open files are bounded for any number of partitions.
     """
 
     def __init__(
@@ -332,7 +335,7 @@ class _Partitions:
         self._waiting: dict[str, list[Partition]] = {}
         self._bytes = 0
         self._open: dict[str, _Parts] = {}
-        """By folder, those that were written to last at the end."""
+        """By folder, the most recently written last."""
         self._all: list[_Parts] = []
         self._done: list[StagedFile] = []
 
@@ -345,9 +348,9 @@ class _Partitions:
             self._write()
 
     def _write(self) -> None:
-        for folder, some in self._waiting.items():
-            parts = self._opened(folder, some[0].values)
-            rows = (batch for partition in some for batch in partition.rows.to_batches())
+        for folder, pieces in self._waiting.items():
+            parts = self._opened(folder, pieces[0].values)
+            rows = (batch for partition in pieces for batch in partition.rows.to_batches())
             for group in _groups(rows, _group_bytes(self._file_bytes)):
                 parts.add(group)
         self._waiting, self._bytes = {}, 0

@@ -1,8 +1,9 @@
-"""A data file's statistics as Delta's log holds them, from the file's own footer.
+"""Make a data file's statistics for Delta's log from the file's own footer.
 
-A reader skips a file whose bounds exclude what it looks for, so a bound may be too wide but never too narrow,
-and a bound that cannot be written exactly or rounded outwards is left out. For engines NaN is above every number,
-but Parquet's own statistics pass over it: floats have none in the footer, and are looked at as they are written.
+A reader skips a file whose bounds exclude what it looks for. So a bound may be too wide but never too narrow, and a
+bound that cannot be written exactly or rounded outwards is omitted. Engines order NaN above every number, but Parquet's
+own statistics ignore it. Floats therefore have no statistics in the footer; their values are checked as they are
+written.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import pyarrow.parquet as pq
 from tailrace.model.schema import TableSchema
 
 TEXT_CHARS_MAX = 32
-"""As Spark cuts text."""
+"""Length at which Spark cuts text."""
 COLUMNS_MAX = 32
-"""As many columns from the left have statistics in any Delta table; ours have them for the key as well."""
+"""Columns from the left that have statistics in any Delta table; ours have them for the key too."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _EPOCH_DAY = date(1970, 1, 1).toordinal()
@@ -31,7 +32,7 @@ _EXACT = Context(prec=80)
 
 
 class FloatBounds:
-    """The ends of a column of floats, of which parts are seen one after the other."""
+    """The bounds of a float column, whose values are added in parts."""
 
     def __init__(self) -> None:
         self.nulls = 0
@@ -43,12 +44,15 @@ class FloatBounds:
         if self._nan or values.null_count == len(values):
             return
         self._nan = pc.any(pc.is_nan(values)).as_py()
-        found = pc.min_max(values).as_py()
-        ends = [*self._ends, found["min"], found["max"]]
+        extremes = pc.min_max(values).as_py()
+        ends = [*self._ends, extremes["min"], extremes["max"]]
         self._ends = [min(ends), max(ends)]
 
     def bounds(self) -> tuple[str | None, ...]:
-        """As JSON. Zero is below itself and above: its sign is not compared by all alike."""
+        """Return the bounds as JSON.
+
+        A zero is -0.0 as the lower bound and 0.0 as the upper, because not all engines compare its sign.
+        """
         if self._nan or not self._ends:
             return ()
         low, high = (-0.0 if self._ends[0] == 0 else self._ends[0]), (self._ends[1] + 0.0)
@@ -56,17 +60,17 @@ class FloatBounds:
 
 
 def footer_columns(schema: TableSchema) -> list[str]:
-    """The columns that are to have statistics in a file's footer."""
+    """Return the columns that need statistics in a file's footer."""
     return [column.name for column in schema.columns if _rule(column.type) or _is_counted(column.type)]
 
 
 def _is_counted(kind: pa.DataType) -> bool:
-    """Whether nulls are all that is told of it."""
+    """Return whether a type's only statistic is the count of nulls."""
     return bool(pa.types.is_boolean(kind) or pa.types.is_binary(kind))
 
 
 def delta_stats(schema: TableSchema, footer: pq.FileMetaData, floats: Mapping[str, FloatBounds]) -> str:
-    """Delta's statistics of one file as JSON."""
+    """Return one file's Delta statistics as JSON."""
     low, high, nulls = [], [], []
     null_count: int | None
     for ordinal, column in enumerate(schema.columns):
@@ -93,7 +97,7 @@ def _nulls(footer: pq.FileMetaData, ordinal: int) -> int | None:
 
 
 def _bounds(kind: pa.DataType, footer: pq.FileMetaData, ordinal: int) -> tuple[str | None, ...]:
-    """The least and the greatest value as JSON; None for one that cannot be told, nothing if neither can."""
+    """Return the least and the greatest value as JSON; None for an unknown one, nothing without either."""
     rule = _rule(kind)
     if rule is None:
         return ()
@@ -109,7 +113,7 @@ def _bounds(kind: pa.DataType, footer: pq.FileMetaData, ordinal: int) -> tuple[s
 
 
 def _filled(footer: pq.FileMetaData, ordinal: int) -> Iterator[Any]:
-    """What is known of each row group in which the column is not null throughout."""
+    """Yield the statistics of each row group in which the column is not null throughout."""
     for number in range(footer.num_row_groups):
         group = footer.row_group(number)
         found = group.column(ordinal).statistics
@@ -118,11 +122,11 @@ def _filled(footer: pq.FileMetaData, ordinal: int) -> Iterator[Any]:
 
 
 Write = Callable[[Any, bool], str | None]
-"""A bound as JSON, rounded down, or up where the flag is set; None if there is no such bound."""
+"""Write a bound as JSON, rounded down, or up if the flag is set; None if there is no such bound."""
 
 
 def _rule(kind: pa.DataType) -> tuple[Callable[[Any], Any], Write] | None:
-    """How a type's bounds are read from the footer and written; None for a type that has none in Delta."""
+    """Return how a type's bounds are decoded from the footer and written; None if Delta has none."""
     if pa.types.is_integer(kind):
         return int, lambda value, _: str(value)
     if pa.types.is_decimal(kind):
@@ -153,7 +157,7 @@ def _date(days: int) -> str | None:
 
 
 def _timestamp(micros: int, zone: str, *, up: bool) -> str | None:
-    """To the millisecond: readers take no more digits for granted."""
+    """Write a timestamp to the millisecond, because readers do not rely on more digits."""
     millis = -(-micros // 1000) if up else micros // 1000
     try:
         moment = _EPOCH + timedelta(milliseconds=millis)
@@ -172,12 +176,12 @@ def _text(raw: bytes, *, up: bool) -> str | None:
 
 
 def _quoted(text: str) -> str:
-    # As it is: delta-rs misreads a character that is escaped as two.
+    # Not escaped: delta-rs misreads a character that is escaped as two.
     return json.dumps(text, ensure_ascii=False)
 
 
 def _above(prefix: str) -> str | None:
-    """The least text that is greater than all that begin with the prefix; None if there is none."""
+    """Return the least text above all that start with the prefix, if one exists."""
     kept = prefix.rstrip("\U0010ffff")
     if not kept:
         return None

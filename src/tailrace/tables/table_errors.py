@@ -1,4 +1,4 @@
-"""Errors that Delta and Iceberg tables share, for tables that are not where the apply expects."""
+"""Errors that Delta and Iceberg tables share, raised when a table is not as expected."""
 
 from __future__ import annotations
 
@@ -83,5 +83,5 @@ def table_went_back(path: Path, here: AppliedPosition, expected: AppliedPosition
 
 
 def not_loaded(path: Path) -> TableUnusable:
-    """Return the error for a table that does not exist or has no position of this log."""
+    """Return the error for a folder without a table that has our position."""
     return TableUnusable("there is no table here to continue from", path=path, hint=_GONE_HINT)

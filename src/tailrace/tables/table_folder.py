@@ -1,10 +1,10 @@
-"""The folder a Delta table really lies in, and what else may stand there.
+"""Find or make the folder that a Delta table is in, and refuse other contents.
 
-delta-rs 1.6 decodes `%2F` in a path once too often (it writes the data in one folder and looks for the log in
-another) and panics at five other characters. A table with such a name in its path lies under `.tailrace/`, beside the
-first folder of that path which has one, and its own path is a relative link there, which every reader follows. No
-source table can claim that folder: a leading dot is encoded. Nothing that is not ours is ever overwritten or taken for
-a table.
+delta-rs 1.6 decodes `%2F` in a path once too often: it writes the data in one folder and looks for the log in another.
+It also panics at five other characters. A table with such a name in its path is therefore stored under `.tailrace/`,
+next to the first folder of that path with such a name. The table's own path is a relative link to it, which every
+reader follows. No source table can use that folder's name, because a leading dot is encoded. Nothing that is not ours
+is ever overwritten or taken for a table.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from tailrace.tables.table_paths import UNUSABLE
 
 LINK_TARGETS = ".tailrace"
 SCRATCH = "_tailrace"
-"""Below a table's folder, while it is worked on; readers and Delta's own upkeep pass over names that begin so."""
+"""Folder in a table's folder for files of work in progress. Readers and Delta's own upkeep ignore names that start
+so."""
 REBUILT = "_rebuild"
-"""Where a table is made anew, in its own folder. Readers and writers of Delta pass over a name that begins so."""
+"""Folder in a table's own folder in which it is rebuilt. Readers and writers of Delta ignore a name that starts so."""
 
 _OURS = re.compile(rf"\..*|_delta_log|{REBUILT}|part-.*\.parquet")
-"""What a load or a rebuild that died leaves behind, and the hidden files that systems add."""
+"""Leftovers of a dead load or rebuild, and the hidden files that operating systems add."""
 
 
 def find_folder(path: Path) -> Path | None:
-    """Where the table lies; None if there is no table yet. Refuses a place that cannot hold one."""
+    """Return the folder that the table is in; None if there is no table. Refuses other contents."""
     try:
         folder = _real(path)
         if folder is None or not folder.exists():
             return None
         if not folder.is_dir():
-            raise TableUnusable("a file stands in the table's place", path=path, hint=AWAY_HINT)
+            raise TableUnusable("the table's path is a file", path=path, hint=AWAY_HINT)
         if has_commits(folder):
             return folder
         strays = sorted(_strays(folder))
@@ -52,23 +53,26 @@ def find_folder(path: Path) -> Path | None:
 
 
 def refuse_inside(path: Path, rebuilt: str = REBUILT) -> None:
-    """Refuse to make a table in the folder of another one, whoever's that is: its upkeep, and readers that go by
-    folders, would take the new one's files for its own. Below `rebuilt` it is the table itself that is made anew."""
-    for below, around in zip((path, *path.parents), path.parents, strict=False):
+    """Refuse to make a table inside the folder of another one, of any owner.
+
+    The other table's upkeep, and readers that go by folders, would take the new table's files for its own. Inside the
+    folder `rebuilt` it is the table itself that is rebuilt.
+    """
+    for below, outer in zip((path, *path.parents), path.parents, strict=False):
         if below.name == rebuilt:
             continue
-        if has_commits(around) or any((around / "metadata").glob("*.metadata.json*")):
+        if has_commits(outer) or any((outer / "metadata").glob("*.metadata.json*")):
             raise TableUnusable(
-                "the folder lies inside another table",
+                "the folder is inside another table",
                 path=path,
-                other=around,
-                hint="Choose another `tables.path` or `tables.names`, or give the table another `name:` in "
+                other=outer,
+                hint="Choose another `tables.path` or `tables.names`, or another `name:` for the table in "
                 "`tables.rules`.",
             )
 
 
 def _strays(folder: Path) -> Iterator[str]:
-    """What is not ours; the files of a partition lie in folders of their own."""
+    """Yield the names of entries that are not ours; partition folders are searched too."""
     for entry in folder.iterdir():
         if is_partition(entry.name) and entry.is_dir():
             yield from _strays(entry)
@@ -77,28 +81,31 @@ def _strays(folder: Path) -> Iterator[str]:
 
 
 def is_partition(name: str) -> bool:
-    """Whether a folder of this name may be that of a partition."""
+    """Return whether a folder of this name may be a partition's."""
     return "=" in name
 
 
 def existing_folder(path: Path) -> Path | None:
-    """The folder, whether or not it holds a table yet."""
+    """Return the folder if it exists, with or without a table in it."""
     folder = _real(path)
     return folder if folder is not None and folder.is_dir() else None
 
 
 def make_folder(path: Path) -> Path:
-    """The folder for a new table, made if need be. Many may ask at once: all get the same."""
+    """Return the folder for a new table, made if necessary.
+
+    Concurrent callers all get the same folder.
+    """
     try:
         if _needs_link(path) and not path.is_symlink():
-            around = next(folder for folder in path.parents if not UNUSABLE.search(str(folder)))
-            aside = around / LINK_TARGETS / uuid.uuid4().hex
-            aside.mkdir(parents=True)
+            outer = next(folder for folder in path.parents if not UNUSABLE.search(str(folder)))
+            link_target = outer / LINK_TARGETS / uuid.uuid4().hex
+            link_target.mkdir(parents=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                path.symlink_to(os.path.relpath(aside, path.parent), target_is_directory=True)
+                path.symlink_to(os.path.relpath(link_target, path.parent), target_is_directory=True)
             except FileExistsError:
-                aside.rmdir()
+                link_target.rmdir()
                 if not path.is_symlink():
                     raise
         folder = _real(path) or path
@@ -108,23 +115,25 @@ def make_folder(path: Path) -> Path:
     return folder
 
 
-_SYSTEM_HINT = "Check that the path is a lake table or free, that this user may write there, and the disk's room."
+_SYSTEM_HINT = (
+    "Check that the path is a lake table or unused, that this user may write there, and that the disk has room."
+)
 _GONE_HINT = (
-    "If a file of the table was removed, run `tailrace rebuild FILE TABLE`, which does without it where it can, or "
-    "`tailrace snapshot FILE TABLE`: the table is loaded anew."
+    "If a file of the table was removed, run `tailrace rebuild FILE TABLE`, which can often restore the table without "
+    "it. Or run `tailrace snapshot FILE TABLE` to reload the table."
 )
 _DAMAGED_HINT = (
-    "It is no lake table, or is damaged. Move the folder away; then `tailrace rebuild FILE TABLE` makes the table from "
-    "what is kept of its load, and otherwise the next start loads it."
+    "It is not a lake table, or it is damaged. Move the folder away. Then run `tailrace rebuild FILE TABLE` to make "
+    "the table from its kept load. Without a kept load, the next start loads it."
 )
 
 
 def unreadable(path: Path, exc: BaseException) -> TableUnusable:
-    """The table cannot be read or written, for the reason the system gave."""
+    """Return the error, with the system's reason, for a table that cannot be used."""
     # Only the system's own words: another message of the engine's could quote a row.
-    said = re.search(r"([A-Z][^\n\x1b]*)\(os error \d+\)", str(exc))
+    match = re.search(r"([A-Z][^\n\x1b]*)\(os error \d+\)", str(exc))
     reason = os.strerror(exc.errno) if isinstance(exc, OSError) and exc.errno else None
-    reason = reason or (said.group(1).strip() if said else None)
+    reason = reason or (match.group(1).strip() if match else None)
     hint = _DAMAGED_HINT if reason is None else _GONE_HINT if reason == os.strerror(errno.ENOENT) else _SYSTEM_HINT
     return TableUnusable("the table's folder cannot be used", path=path, reason=reason or type(exc).__name__, hint=hint)
 
@@ -133,7 +142,7 @@ def _real(path: Path) -> Path | None:
     if not _needs_link(path):
         return path
     try:
-        found = path.lstat()  # looked at once: another may make the link meanwhile
+        found = path.lstat()  # looked up only once: another process may make the link meanwhile
     except FileNotFoundError:
         return None
     if stat.S_ISLNK(found.st_mode):

@@ -1,1 +1,1 @@
-"""What runs in a Spark worker; nothing in here imports pyspark."""
+"""Work that runs in Spark workers; nothing in here imports pyspark."""

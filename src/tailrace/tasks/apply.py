@@ -28,13 +28,13 @@ def advance_table(work: ApplyWork | EvolveWork) -> Outcome:
 
 
 def apply_changes(work: ApplyWork) -> Outcome:
-    """Fold the slices by the table's mode, and write the rows with the new position in one commit."""
+    """Fold the slices, and write the rows with the new position in one commit."""
     started = time.monotonic()
     failpoints.hit("apply.before_table")
     try:
         changes = read_changes(work)
         result = _apply_step(work, changes)
-    except Exception as error:  # the task's boundary: the table fails, the others go on
+    except Exception as error:  # the task's boundary: the table fails, the others continue
         return Outcome(table=work.table, error=as_tailrace_error(error))
     return Outcome(
         table=work.table,
@@ -85,7 +85,7 @@ def evolve_table(work: EvolveWork) -> Outcome:
     started = time.monotonic()
     try:
         applied = work.location.open().evolve(work.recast, work.expected)
-    except Exception as error:  # the task's boundary: the table fails, the others go on
+    except Exception as error:  # the task's boundary: the table fails, the others continue
         return Outcome(table=work.table, error=as_tailrace_error(error))
     return Outcome(
         table=work.table,
@@ -103,7 +103,7 @@ def read_changes(work: ApplyWork) -> pa.Table:
 
 
 def read_change_batches(work: ApplyWork, seq: int) -> Iterator[pa.RecordBatch]:
-    """Yield the changes after `seq` in the work's slices that the table has not applied, in order."""
+    """Yield the unapplied changes after `seq` in the work's slices, in order."""
     log = ChangeLog.open(work.log)
     for first, last in _group_slices(log, work.slices):
         for batch in log.read(first.first, last.last, tables=[first.table], after_seq=seq, to_seq=last.last_seq):
@@ -118,7 +118,7 @@ def read_change_batches(work: ApplyWork, seq: int) -> Iterator[pa.RecordBatch]:
 
 
 def _group_slices(log: ChangeLog, slices: Sequence[Slice]) -> Iterator[tuple[Slice, Slice]]:
-    """Yield groups of slices to read at once, each as its first and its last slice.
+    """Yield groups of slices to read at once: the first and the last of each.
 
     Commits sealed since the slices were listed share one row group. Read commit by commit, that group would be decoded
     and kept once per commit.

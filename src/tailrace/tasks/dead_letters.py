@@ -1,7 +1,8 @@
-"""Applying changes to a lake table while those that it cannot take are set aside as dead letters.
+"""Apply changes to a lake table, and make those that it cannot take dead letters.
 
-What must stay true: a change is durable as a letter before the commit that passes it, and letters that the commit
-clears are open until it is made. While nothing is wrong and no letter is open this costs a look into a folder.
+Invariants: a rejected change is durable as a dead letter before the table commit whose position passes it. Dead letters
+that a commit clears stay open until the commit exists. While no change is rejected and no dead letter is open, the only
+cost is listing a folder.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ from tailrace.tables.spec import TableMode, TableSpec
 from tailrace.transforms.output_schema import is_changed_by_rule
 
 DEAD_LETTERS_MAX = 10_000
-"""Open ones of one table. All their keys are held in memory while changes are told apart."""
+"""Limit of open dead letters per table. All their keys are in memory while changes are split."""
 
 REJECTABLE_ERRORS = (ValueUnfit, TransformFailed, BaseRowMissing)
-"""What is raised for changes that a table cannot take, and that may be set aside."""
+"""Errors for changes that a table cannot take and that may become dead letters."""
 
 STOPPED_HINT = (
-    "The table has dead letters, and `on_bad_row: stop` does not go past what builds on them. Set `on_bad_row: "
-    "dead-letter` again and start anew, mend the row at the source, and run `tailrace dead-letters FILE replay TABLE`; "
-    "or load the table anew with `tailrace snapshot FILE TABLE`."
+    "The table has open dead letters, and `on_bad_row: stop` refuses changes that build on them. Set `on_bad_row: "
+    "dead-letter` and restart, mend the row at the source, then run `tailrace dead-letters FILE replay TABLE`. Or "
+    "reload the table: `tailrace snapshot FILE TABLE`."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyStep:
-    """One stretch of changes for one table."""
+    """The parameters of one apply to one table."""
 
     log: LogPath
     schema: TableSchema
@@ -61,154 +62,165 @@ class ApplyStep:
     expected: AppliedPosition
     position_after: AppliedPosition
     dead_letters_enabled: bool
-    """Whether changes are set aside; otherwise one that cannot be applied is an error, and letters of before stay."""
+    """True if rejected changes become dead letters. Otherwise they are errors, and earlier dead letters stay open."""
     refetch: Refetch | None = None
 
     @property
     def may_refetch(self) -> bool:
-        """Whether the table can take a change that leaves out values which neither it nor the batch has: its row is
-        read again. Whoever keeps letters sets such a change aside."""
+        """True if a change with unsent values that neither table nor batch has is refetched.
+
+        With dead letters enabled, such a change becomes a dead letter instead.
+        """
         return self.refetch is not None and not self.dead_letters_enabled
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyStepResult:
-    """What an apply came to, and what it set aside."""
+    """Result of an apply: the write, and the number of dead letters."""
 
     applied: WriteResult
     dead_letters: int = 0
 
 
 def apply_with_dead_letters(table: RepairableTable, step: ApplyStep, changes: pa.Table) -> ApplyStepResult:
-    """One commit. Where nothing is left to write the position is still committed: the driver goes on from it."""
-    letters = DeadLetterStore(step.log, step.schema.table)
-    if not letters.has_any and not (step.dead_letters_enabled and has_unfit(changes)):
+    """Apply changes in one commit, with what the table cannot take as dead letters.
+
+    The position is committed even if no row is left to write, because the driver resumes from it.
+    """
+    store = DeadLetterStore(step.log, step.schema.table)
+    if not store.has_any and not (step.dead_letters_enabled and has_unfit(changes)):
         try:
             return ApplyStepResult(applied=_apply(table, step, changes))
         except REJECTABLE_ERRORS:
             if not step.dead_letters_enabled:
                 raise
-    here = table.applied_position()
-    if here is not None and here.seq >= step.position_after.seq:
-        return ApplyStepResult(applied=WriteResult(committed=False, applied_position=here))
-    if here != step.expected:
-        return ApplyStepResult(applied=_apply(table, step, changes.slice(0, 0)))  # which says why not
-    letters.recover(step.expected.load, table.replay_id())
-    letters.discard_after(step.expected.seq)
-    sifted = split_by_mode(partial(table.keys_exist, step.schema), step, changes, letters)
-    store_dead_letters(step, sifted, letters)
-    applied = _apply(table, step, sifted.changes)
-    letters.remove_closed(step.position_after.seq)
+    current = table.applied_position()
+    if current is not None and current.seq >= step.position_after.seq:
+        return ApplyStepResult(applied=WriteResult(committed=False, applied_position=current))
+    if current != step.expected:
+        return ApplyStepResult(applied=_apply(table, step, changes.slice(0, 0)))  # raises: the table is elsewhere
+    store.recover(step.expected.load, table.replay_id())
+    store.discard_after(step.expected.seq)
+    split = split_by_mode(partial(table.keys_exist, step.schema), step, changes, store)
+    store_dead_letters(step, split, store)
+    write = _apply(table, step, split.changes)
+    store.remove_closed(step.position_after.seq)
     failpoints.hit("letters.tidied")
-    return ApplyStepResult(applied=applied, dead_letters=sifted.dead_letters.num_rows)
+    return ApplyStepResult(applied=write, dead_letters=split.dead_letters.num_rows)
 
 
-def store_dead_letters(step: ApplyStep, sifted: SplitResult, letters: DeadLetterStore) -> None:
-    """Make letters of what was left out, if there is any and not too much; they count once the table is there."""
-    refuse_too_many(step, sifted, letters)
-    if sifted.dead_letters.num_rows or sifted.cleared.size or sifted.superseded.size:
-        letters.write(
+def store_dead_letters(step: ApplyStep, split: SplitResult, store: DeadLetterStore) -> None:
+    """Store rejected changes as dead letters, up to the limit; they count once the table has the step's position."""
+    refuse_too_many(step, split, store)
+    if split.dead_letters.num_rows or split.cleared.size or split.superseded.size:
+        store.write(
             step.schema,
             step.position_after.seq,
-            sifted.dead_letters,
-            sifted.causes,
-            sifted.cleared.tolist(),
-            passed=sifted.superseded.tolist(),
+            split.dead_letters,
+            split.causes,
+            split.cleared.tolist(),
+            superseded=split.superseded.tolist(),
         )
         failpoints.hit("letters.written")
 
 
 def _apply(table: RepairableTable, step: ApplyStep, changes: pa.Table) -> WriteResult:
-    folded = fold_by_mode(step.spec, step.schema, changes, rereads=step.may_refetch)
-    return table.apply(step.schema, folded, step.expected, step.position_after, touch=True, reread=step.refetch)
+    folded = fold_by_mode(step.spec, step.schema, changes, can_refetch=step.may_refetch)
+    return table.apply(step.schema, folded, step.expected, step.position_after, touch=True, refetch=step.refetch)
 
 
-def split_by_mode(holds: KeyExists, step: ApplyStep, changes: pa.Table, letters: DeadLetterStore) -> SplitResult:
-    """Changes, which have every column, told apart by what the table holds and by the letters that are open."""
-    schema, form, here = step.schema, step.spec, step.expected.seq
-    by = form.partitions_of(schema)
-    if form.mode is TableMode.APPEND:
-        return split_rejects_of_append(schema, changes, by)
+def split_by_mode(key_exists: KeyExists, step: ApplyStep, changes: pa.Table, store: DeadLetterStore) -> SplitResult:
+    """Split changes by what the table can take, given its rows and its open dead letters.
+
+    The changes must have every column.
+    """
+    schema, spec, seq = step.schema, step.spec, step.expected.seq
+    partition_by = spec.partitions_of(schema)
+    if spec.mode is TableMode.APPEND:
+        return split_rejects_of_append(schema, changes, partition_by)
     if not schema.key:
-        known = ((bundle.schema, bundle.changes) for bundle in letters.read_open(here))
-        return split_rejects_keyless(schema, changes, DeadLetterImages.of(schema, known, value_from_text), by)
-    dead = keys_of_dead_letters(schema, letters.read_open_keys(here))
-    if form.mode is TableMode.HISTORY:  # of which no version is ever read again
-        return _split_history(schema, changes, dead, holds, by)
-    apart = split_rejects_between_truncates if form.soft_delete else split_rejects
-    asked = holds if step.refetch is None else assume_all_exist  # what is missing is read again
-    return apart(schema, changes, dead, asked, by, rereads=step.may_refetch)
+        bundles = ((bundle.schema, bundle.changes) for bundle in store.read_open(seq))
+        return split_rejects_keyless(
+            schema, changes, DeadLetterImages.of(schema, bundles, value_from_text), partition_by
+        )
+    dead = keys_of_dead_letters(schema, store.read_open_keys(seq))
+    if spec.mode is TableMode.HISTORY:  # versions are never refetched
+        return _split_history(schema, changes, dead, key_exists, partition_by)
+    split = split_rejects_between_truncates if spec.soft_delete else split_rejects
+    exists_or_refetched = key_exists if step.refetch is None else assume_all_exist  # missing rows are refetched
+    return split(schema, changes, dead, exists_or_refetched, partition_by, can_refetch=step.may_refetch)
 
 
 def value_from_text(column: Column, text: str) -> pa.Scalar | None:
-    """A text that the source sent as a value of the column; none of one that a rule works on."""
+    """Parse a text from the source as a value of the column; None for a column that a rule changes."""
     return None if is_changed_by_rule(column) else values.parse_value(text, column.type)
 
 
 def _split_history(
-    schema: TableSchema, changes: pa.Table, dead: DeadLetterKeys, holds: KeyExists, partition_by: dict[str, str]
+    schema: TableSchema, changes: pa.Table, dead: DeadLetterKeys, key_exists: KeyExists, partition_by: dict[str, str]
 ) -> SplitResult:
-    """What is set aside counts for the times of the others all the same."""
+    # Rejected changes count for the commit times of the others, so times are added before the split.
     if LATEST not in changes.column_names:
         changes = changes.append_column(LATEST, pa.array(latest_times(changes)))
-    found = split_rejects_of_versions(schema, changes, dead, holds, partition_by)
-    return replace(found, dead_letters=found.dead_letters.drop_columns([LATEST]))
+    split = split_rejects_of_versions(schema, changes, dead, key_exists, partition_by)
+    return replace(split, dead_letters=split.dead_letters.drop_columns([LATEST]))
 
 
 def assume_all_exist(keys: pa.Table) -> Flags:
-    """Of each key, that the table has a row of it."""
+    """Return True for each key, as if the table had a row for it."""
     return np.ones(keys.num_rows, np.bool_)
 
 
-def refuse_too_many(step: ApplyStep, sifted: SplitResult, letters: DeadLetterStore) -> None:
-    """Raise where nothing may be set aside, or more is than a person could look at."""
-    if sifted.causes and not step.dead_letters_enabled:
-        first = sifted.causes[0]
+def refuse_too_many(step: ApplyStep, split: SplitResult, store: DeadLetterStore) -> None:
+    """Raise if dead letters are not enabled, or if there are too many."""
+    if split.causes and not step.dead_letters_enabled:
+        first = split.causes[0]
         raise type(first)(first.message, hint=STOPPED_HINT, **first.fields)
-    there = letters.count(step.expected.seq) - int(sifted.cleared.size)
-    if there + sifted.dead_letters.num_rows > DEAD_LETTERS_MAX:
+    open_count = store.count(step.expected.seq) - int(split.cleared.size)
+    if open_count + split.dead_letters.num_rows > DEAD_LETTERS_MAX:
         raise DeadLettersFull(
-            "more changes of the table could not be applied than are set aside",
+            "the table has too many dead letters",
             table=step.schema.table,
-            letters=there,
-            more=sifted.dead_letters.num_rows,
+            letters=open_count,
+            more=split.dead_letters.num_rows,
             most=DEAD_LETTERS_MAX,
-            first_cause=sifted.causes[0].headline,
-            hint="Mend the table at the source, then run `tailrace snapshot FILE TABLE`: it is loaded anew.",
+            first_cause=split.causes[0].headline,
+            hint="Mend the rows at the source, then reload the table: `tailrace snapshot FILE TABLE`.",
         )
 
 
 def keys_of_dead_letters(schema: TableSchema, bundles: list[DeadLetterBatch]) -> DeadLetterKeys:
-    """The keys of open letters as columns of the table's shape now; those whose key does not fit are lost.
+    """Return the keys of open dead letters as columns of the table's current schema.
 
-    By their order in the key: a column may have been renamed since.
+    Key columns are matched by their order in the key, because a column may have been renamed since. Dead letters whose
+    key does not fit the schema are returned as unidentified.
     """
-    found = DeadLetterKeys.none(schema)
-    seqs, lost = [found.seqs], [found.unidentified]
-    columns = [[column] for column in found.columns]
+    keys = DeadLetterKeys.none(schema)
+    seqs, lost = [keys.seqs], [keys.unidentified]
+    columns = [[column] for column in keys.columns]
     for bundle in bundles:
-        mine = key_columns(bundle)
+        own = key_columns(bundle)
         numbers = bundle.changes.column(change.SEQ).to_numpy()
-        if len(mine) != len(columns):
+        if len(own) != len(columns):
             lost.append(numbers)
             continue
-        whole = has_usable_key(bundle)
-        seqs.append(numbers[whole])
-        lost.append(numbers[~whole])
-        for place, column in enumerate(mine):
-            columns[place].append(column.filter(pa.array(whole)).combine_chunks().cast(columns[place][0].type))
+        usable = has_usable_key(bundle)
+        seqs.append(numbers[usable])
+        lost.append(numbers[~usable])
+        for i, column in enumerate(own):
+            columns[i].append(column.filter(pa.array(usable)).combine_chunks().cast(columns[i][0].type))
     joined = [pa.concat_arrays(list(map(one_array, parts))) for parts in columns]
     return DeadLetterKeys(seqs=np.concatenate(seqs), columns=joined, unidentified=np.concatenate(lost))
 
 
 def key_columns(bundle: DeadLetterBatch) -> list[Any]:
-    """The key's columns of some letters, in the table's order."""
-    shape, rows = bundle.schema, bundle.changes
-    return [rows.column(change.stored_name(shape.columns[i].name)) for i in key_ordinals(shape)]
+    """Return the key columns of dead letters, in the order of the table's key."""
+    schema, rows = bundle.schema, bundle.changes
+    return [rows.column(change.stored_name(schema.columns[i].name)) for i in key_ordinals(schema)]
 
 
 def has_usable_key(bundle: DeadLetterBatch) -> Flags:
-    """Which letters have a key that can be asked for."""
+    """Return for each dead letter whether every key column has a usable value."""
     key = set(bundle.schema.key)
     unfit = bundle.changes.column(change.UNFIT).to_pylist()
-    return np.array([not any(entry["column"] in key for entry in said or ()) for said in unfit], np.bool_)
+    return np.array([not any(entry["column"] in key for entry in entries or ()) for entries in unfit], np.bool_)

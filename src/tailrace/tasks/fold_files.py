@@ -1,15 +1,16 @@
-"""A stretch of the log folded by tasks into files, which Spark's Delta connector then merges.
+"""Fold an apply range in tasks into files, which Spark's connectors then merge.
 
-No row passes the driver: tasks read the log and write files, and the driver hears of counts. What a task holds at once
-is bounded: up to `ROWS_AT_ONCE_MAX` changes are folded by one task as they are; more are first dealt out to buckets by
-key, each of about that many, so that all changes of a key meet in one. Changes that take values from the row of another
-key need that row's changes beside them, so the keys of such moves share a bucket. Of a key that is changed again and
-again only the last change of each piece is dealt out, unless values are absent; no piece ends between the two halves of
-a move.
+No row passes the driver: tasks read the log and write files, and the driver sees only counts. The memory of a task is
+bounded. Up to `ROWS_AT_ONCE_MAX` changes are folded by one task. More changes are first distributed to buckets by key,
+each of about that size, so that all changes of a key meet in one bucket.
 
-What a table's form asks for decides what is dealt out. Where each change is a row, nothing is: every part of the
-stretch is folded by itself. Where what the source no longer has is kept, every change of a key counts, a TRUNCATE is
-dealt out to every bucket at its place, and with it what a bucket cannot know: the latest time of commit so far.
+A key move takes values from the row of the old key, so it needs that row's changes too: keys of such moves share one
+bucket. If a key changes often, only its last change per piece of a batch is distributed, unless values are unsent. No
+piece ends between the two halves of a key move.
+
+The table's mode decides what is distributed. In `append` mode nothing is: every part of the range is folded on its own.
+Where the table keeps deleted rows or versions, every change of a key counts. A TRUNCATE then goes to every bucket, at
+its position in the order. Each change also carries what a bucket cannot know: the latest commit time so far.
 """
 
 from __future__ import annotations
@@ -48,41 +49,40 @@ from tailrace.tasks.fold_rejects import TaskRejects, split_rejects_to_file
 from tailrace.tasks.work import ApplyWork, as_tailrace_error
 
 ROWS_AT_ONCE_MAX = 1 << 18
-"""Changes that one task folds."""
+"""Changes that one task folds at once."""
 BUCKETS_MAX = 512
-"""Files that one task writes at a time; past 134 million changes of one stretch buckets grow."""
+"""Files that one task writes at a time; past 134 million changes in one range, buckets grow."""
 BATCH_ROWS_MAX = 1 << 12
-"""Changes that are dealt out together."""
+"""Changes that are distributed together."""
 GROUP_ROWS_MAX = 1 << 17
 PARTITIONS_MAX = 100
-"""Of those that changes are about, by name."""
+"""Limit of partition values that are listed by name."""
 _SEED = 0
 
 RunFold = Callable[[Callable[[Any], Any], Sequence[Any]], Sequence[Any]]
-"""Runs a task for each piece of work, wherever; the results in the order of the work."""
+"""Runs one task per piece of work, here or on Spark; returns the results in the order of the work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedFiles:
-    """Folded rows, as `folded_schema` has them, in Parquet files; and what there is to know of them."""
+    """Parquet files of folded rows, in the schema of `folded_schema`, and facts about them."""
 
     files: tuple[Path, ...] = ()
     truncated: bool = False
     changes: int = 0
     bytes: int = 0
-    """Of the changes, as a table's files would hold them, about."""
+    """Estimated size of the changes in the table's files."""
     upserts: int = 0
     deletes: int = 0
-    """Rows that say what becomes of others: that they go, end, or are marked."""
+    """Folded rows that delete, end or mark an existing row."""
     unsent: frozenset[int] = frozenset()
-    """The columns that some row takes from the table."""
+    """Columns with unsent values, which rows take from the table."""
     ended: TruncateEffect | None = None
     clock: int | None = None
     rejects: tuple[TaskRejects, ...] = ()
-    """What was left out, for the table cannot take it."""
+    """Changes left out because the table cannot take them."""
     partitions: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
-    """Of columns that are part of the key and that the table is partitioned by, the values that there are, as text;
-    None if they are many."""
+    """Values, as text, of each partition column that is part of the key; None if there are many."""
 
     @property
     def is_empty(self) -> bool:
@@ -90,18 +90,21 @@ class FoldedFiles:
 
     @property
     def only_adds(self) -> bool:
-        """Whether nothing is said of rows that the table may have, but of those that come."""
+        """True if the files only add rows, and change no existing row."""
         return self.ended is None and not self.deletes and not self.unsent
 
 
 def folded_file_schema(schema: TableSchema) -> pa.Schema:
-    """Folded rows as the files hold them: without a key there is no base, and Parquet has no struct without fields."""
+    """Return the schema of folded rows in the files.
+
+    A table without a key has no `base`: Parquet has no struct without fields.
+    """
     fields = folded_schema(schema)
     return fields if schema.key else fields.remove(fields.get_field_index("base"))
 
 
 def write_folded(path: Path, schema: TableSchema, folded: FoldedChanges, partition_by: Sequence[str]) -> FoldedFiles:
-    """One file of folded rows, for a table that is partitioned so; none if there are no rows."""
+    """Write folded rows to one file; write none if there are no rows."""
     rows = folded.rows
     if not rows.num_rows:
         return FoldedFiles(truncated=folded.truncated, ended=folded.truncate_effect, clock=folded.latest_time)
@@ -110,14 +113,14 @@ def write_folded(path: Path, schema: TableSchema, folded: FoldedChanges, partiti
     pq.write_table(
         rows.select(folded_file_schema(schema).names), path, row_group_size=GROUP_ROWS_MAX, store_schema=False
     )
-    came = int(pc.sum(upserts, min_count=0).as_py())
-    absent = pc.unique(rows.column("absent").combine_chunks().flatten()).to_pylist()
+    upsert_count = int(pc.sum(upserts, min_count=0).as_py())
+    unsent = pc.unique(rows.column("absent").combine_chunks().flatten()).to_pylist()
     return FoldedFiles(
         files=(path,),
         truncated=folded.truncated,
-        upserts=came,
-        deletes=rows.num_rows - came,
-        unsent=frozenset(absent),
+        upserts=upsert_count,
+        deletes=rows.num_rows - upsert_count,
+        unsent=frozenset(unsent),
         ended=folded.truncate_effect,
         clock=folded.latest_time,
         partitions={
@@ -129,51 +132,55 @@ def write_folded(path: Path, schema: TableSchema, folded: FoldedChanges, partiti
 
 
 def _refuse_unstorable(schema: TableSchema, rows: pa.Table, partition_by: Sequence[str]) -> None:
-    """Refuse rows that come with a value that the table cannot hold."""
-    own = rows.select(range(len(schema.columns))).rename_columns(schema.names)
-    refuse_far_dates(schema, own.columns)
-    refuse_unusable_values(schema, partition_by, own)
+    """Refuse rows with a value that the table cannot hold."""
+    values = rows.select(range(len(schema.columns))).rename_columns(schema.names)
+    refuse_far_dates(schema, values.columns)
+    refuse_unusable_values(schema, partition_by, values)
 
 
 def fold_range(
-    work: ApplyWork, scratch: Path, run: RunFold, rows_max: int = ROWS_AT_ONCE_MAX, *, sifts: bool = False
+    work: ApplyWork, scratch: Path, run: RunFold, rows_max: int = ROWS_AT_ONCE_MAX, *, splits_rejects: bool = False
 ) -> FoldedFiles:
-    """Fold the slices of the work into files below `scratch`, which is there and empty; with `sifts`, what the table
-    cannot take is left out, and put beside (`FoldedFiles.aside`)."""
-    rows, form = sum(item.rows for item in work.slices), work.location.spec
+    """Fold the slices of the work into files below `scratch`, an existing, empty folder.
+
+    With `splits_rejects`, changes that the table cannot take go to other files (`FoldedFiles.rejects`).
+    """
+    rows, spec = sum(item.rows for item in work.slices), work.location.spec
     if rows <= rows_max:
         whole = _FoldPart(work=work, number=0, slices=work.slices, after_seq=work.expected.seq, scratch=scratch)
-        return _joined(_results(run, _fold_whole, [replace(whole, splits_rejects=sifts)]))
-    parts = [replace(part, splits_rejects=sifts) for part in _parts(work, scratch, rows_max)]
-    if form.mode is TableMode.APPEND:
+        return _joined(_results(run, _fold_whole, [replace(whole, splits_rejects=splits_rejects)]))
+    parts = [replace(part, splits_rejects=splits_rejects) for part in _parts(work, scratch, rows_max)]
+    if spec.mode is TableMode.APPEND:
         return _joined(_results(run, _fold_each, parts))
-    seen = _results(run, _summarise_part, parts)
+    summaries = _results(run, _summarise_part, parts)
     buckets = min(math.ceil(rows / rows_max), BUCKETS_MAX)
-    last = None
-    if not form.keeps_past:
-        last = max((item.truncated_at for item in seen if item.truncated_at is not None), default=None)
-    times = np.maximum.accumulate([0, *(item.latest_commit_time for item in seen)]).tolist()
-    dealt = [
-        replace(part, buckets=buckets, truncated_at=last, latest_commit_time=time)
+    truncated_at = None
+    if not spec.keeps_past:
+        truncated_at = max((item.truncated_at for item in summaries if item.truncated_at is not None), default=None)
+    times = np.maximum.accumulate([0, *(item.latest_commit_time for item in summaries)]).tolist()
+    distributed = [
+        replace(part, buckets=buckets, truncated_at=truncated_at, latest_commit_time=time)
         for part, time in zip(parts, times, strict=False)
     ]
-    _results(run, _distribute, dealt)
-    gathered = [
-        _FoldBucket(work=work, number=number, scratch=scratch, truncated=last is not None, splits_rejects=sifts)
+    _results(run, _distribute, distributed)
+    bucket_works = [
+        _FoldBucket(
+            work=work, number=number, scratch=scratch, truncated=truncated_at is not None, splits_rejects=splits_rejects
+        )
         for number in range(buckets)
     ]
-    folded = _joined(_results(run, _fold_bucket, gathered))
+    folded = _joined(_results(run, _fold_bucket, bucket_works))
     return replace(
         folded,
-        truncated=last is not None,
-        changes=sum(item.rows for item in seen),
-        bytes=sum(item.bytes for item in seen),
+        truncated=truncated_at is not None,
+        changes=sum(item.rows for item in summaries),
+        bytes=sum(item.bytes for item in summaries),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _FoldPart:
-    """Slices that one task reads, one after the other."""
+    """Slices that one task reads in order."""
 
     work: ApplyWork
     number: int
@@ -182,29 +189,32 @@ class _FoldPart:
     scratch: Path
     buckets: int = 0
     truncated_at: int | None = None
-    """The number of the last TRUNCATE of the stretch, where what came before it is of no account."""
+    """`_seq` of the last TRUNCATE in the range, if changes before it have no effect."""
     latest_commit_time: int = 0
-    """The latest time of commit before the part, µs since 1970."""
+    """Latest commit time before this part, in µs since 1970."""
     splits_rejects: bool = False
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """In pieces small enough to be copied, as `_pieces` cuts them."""
+        """Yield the changes in pieces small enough to be copied (see `_pieces`)."""
         for batch in read_change_batches(replace(self.work, slices=self.slices), self.after_seq):
             self._refuse_unsplit(batch)
             yield from _pieces(batch, BATCH_ROWS_MAX)
 
     def _refuse_unsplit(self, batch: pa.RecordBatch) -> None:
-        """A fold takes no notice of a value that a later change replaces. Where letters are kept that must not decide
-        what becomes one: with another cut there would be two batches."""
+        """Refuse a batch with an unfit value unless rejects are split off.
+
+        A fold ignores a value that a later change replaces. With dead letters enabled that must not decide which change
+        becomes one: the result would depend on how the log was cut into batches.
+        """
         if self.work.dead_letters_enabled and not self.splits_rejects and has_unfit(batch):
             row = int(np.argmax(batch.column(change.UNFIT).is_valid().to_numpy(zero_copy_only=False)))
-            by = self.work.location.spec.partitions_of(self.work.schema)
-            raise unfit_cause(self.work.schema, pa.Table.from_batches([batch]), row, by)
+            partition_by = self.work.location.spec.partitions_of(self.work.schema)
+            raise unfit_cause(self.work.schema, pa.Table.from_batches([batch]), row, partition_by)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PartSummary:
-    """What a part holds."""
+    """Counts of one part, its last TRUNCATE and its latest commit time."""
 
     rows: int
     bytes: int
@@ -214,6 +224,8 @@ class _PartSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class _FoldBucket:
+    """The changes of one bucket, to be folded by one task."""
+
     work: ApplyWork
     number: int
     scratch: Path
@@ -222,43 +234,43 @@ class _FoldBucket:
 
 
 def _results(run: RunFold, task: Callable[[Any], Any], works: Sequence[Any]) -> Sequence[Any]:
-    found = run(task, works)
-    for item in found:
+    results = run(task, works)
+    for item in results:
         if isinstance(item, TailraceError):
             raise item
-    return found
+    return results
 
 
-def _joined(pieces: Iterable[FoldedFiles]) -> FoldedFiles:
-    found = list(pieces)
+def _joined(parts: Iterable[FoldedFiles]) -> FoldedFiles:
+    folded = list(parts)
     return FoldedFiles(
-        files=tuple(file for item in found for file in item.files),
-        truncated=any(item.truncated for item in found),
-        changes=sum(item.changes for item in found),
-        bytes=sum(item.bytes for item in found),
-        upserts=sum(item.upserts for item in found),
-        deletes=sum(item.deletes for item in found),
-        unsent=frozenset().union(*(item.unsent for item in found)),
-        # A TRUNCATE is in every bucket, and says the same in each.
-        ended=next((item.ended for item in found if item.ended is not None), None),
-        clock=max((item.clock for item in found if item.clock is not None), default=None),
-        rejects=tuple(some for item in found for some in item.rejects),
+        files=tuple(file for item in folded for file in item.files),
+        truncated=any(item.truncated for item in folded),
+        changes=sum(item.changes for item in folded),
+        bytes=sum(item.bytes for item in folded),
+        upserts=sum(item.upserts for item in folded),
+        deletes=sum(item.deletes for item in folded),
+        unsent=frozenset().union(*(item.unsent for item in folded)),
+        # A TRUNCATE is in every bucket, with the same effect.
+        ended=next((item.ended for item in folded if item.ended is not None), None),
+        clock=max((item.clock for item in folded if item.clock is not None), default=None),
+        rejects=tuple(some for item in folded for some in item.rejects),
         partitions={
-            name: _all([item.partitions[name] for item in found if name in item.partitions])
-            for item in found
+            name: _all([item.partitions[name] for item in folded if name in item.partitions])
+            for item in folded
             for name in item.partitions
         },
     )
 
 
 def _all(partitions: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
-    known = [some for some in partitions if some is not None]
-    found = frozenset[str]().union(*known)
-    return found if len(known) == len(partitions) and len(found) <= PARTITIONS_MAX else None
+    known = [part for part in partitions if part is not None]
+    values = frozenset[str]().union(*known)
+    return values if len(known) == len(partitions) and len(values) <= PARTITIONS_MAX else None
 
 
 def _parts(work: ApplyWork, scratch: Path, rows_max: int) -> Iterator[_FoldPart]:
-    """The slices in stretches of about so many rows; one slice is never divided."""
+    """Yield the slices in parts of about `rows_max` rows; a slice is never divided."""
     pending: list[Slice] = []
     number, seq = 0, work.expected.seq
     for item in work.slices:
@@ -277,57 +289,57 @@ def _fold_whole(part: _FoldPart) -> FoldedFiles | TailraceError:
     try:
         empty = part.work.schema.change_schema().empty_table()
         changes = pa.concat_tables([empty, *(pa.Table.from_batches([batch]) for batch in part.batches())])
-        done = _fold_changes(part.work, changes, part.scratch, "folded", part.splits_rejects)
-    except Exception as error:  # the task's boundary: what went wrong is an answer, too
+        folded_files = _fold_changes(part.work, changes, part.scratch, "folded", part.splits_rejects)
+    except Exception as error:  # the task's boundary: an error is a result too
         return as_tailrace_error(error)
-    return replace(done, changes=changes.num_rows, bytes=estimate_bytes(part.work.schema, changes))
+    return replace(folded_files, changes=changes.num_rows, bytes=estimate_bytes(part.work.schema, changes))
 
 
-def _fold_changes(work: ApplyWork, changes: pa.Table, scratch: Path, name: str, sifts: bool) -> FoldedFiles:
-    """Changes as a file of what the table must do about them, and one of those that it cannot take."""
-    aside: tuple[TaskRejects, ...] = ()
-    if sifts:
-        changes, some = split_rejects_to_file(work, changes, scratch / f"{name}-aside.arrow")
-        aside = () if some is None else (some,)
-    form = work.location.spec
-    folded = fold_by_mode(form, work.schema, changes, rereads=work.may_refetch)
-    done = write_folded(scratch / f"{name}.parquet", form.stored_schema(work.schema), folded, form.partition_by)
-    return replace(done, rejects=aside)
+def _fold_changes(work: ApplyWork, changes: pa.Table, scratch: Path, name: str, splits_rejects: bool) -> FoldedFiles:
+    """Write one file of folded changes, and one of changes that the table cannot take."""
+    rejects: tuple[TaskRejects, ...] = ()
+    if splits_rejects:
+        changes, task_rejects = split_rejects_to_file(work, changes, scratch / f"{name}-rejects.arrow")
+        rejects = () if task_rejects is None else (task_rejects,)
+    spec = work.location.spec
+    folded = fold_by_mode(spec, work.schema, changes, can_refetch=work.may_refetch)
+    folded_files = write_folded(scratch / f"{name}.parquet", spec.stored_schema(work.schema), folded, spec.partition_by)
+    return replace(folded_files, rejects=rejects)
 
 
 def _fold_each(part: _FoldPart) -> FoldedFiles | TailraceError:
-    """Every change as a row, a few at a time."""
-    form, shape = part.work.location.spec, part.work.schema
-    stored, path = form.stored_schema(shape), part.scratch / f"folded-{part.number:05d}.parquet"
-    came, rows, weight, aside = 0, 0, SizeEstimate(shape), list[TaskRejects]()
+    """Write every change as a row, one piece at a time."""
+    spec, schema = part.work.location.spec, part.work.schema
+    stored, path = spec.stored_schema(schema), part.scratch / f"folded-{part.number:05d}.parquet"
+    upserts, rows, size, rejects = 0, 0, SizeEstimate(schema), list[TaskRejects]()
     try:
         with pq.ParquetWriter(path, folded_file_schema(stored), store_schema=False) as writer:
             for number, batch in enumerate(part.batches()):
                 rows += batch.num_rows
-                weight.add(batch)
+                size.add(batch)
                 changes = pa.Table.from_batches([batch])
                 if part.splits_rejects:
-                    changes, some = split_rejects_to_file(
-                        part.work, changes, path.with_suffix(f".{number:05d}-aside.arrow")
+                    changes, task_rejects = split_rejects_to_file(
+                        part.work, changes, path.with_suffix(f".{number:05d}-rejects.arrow")
                     )
-                    aside += [] if some is None else [some]
-                folded = fold_by_mode(form, shape, changes).rows
-                came += folded.num_rows
-                _refuse_unstorable(stored, folded, form.partition_by)
+                    rejects += [] if task_rejects is None else [task_rejects]
+                folded = fold_by_mode(spec, schema, changes).rows
+                upserts += folded.num_rows
+                _refuse_unstorable(stored, folded, spec.partition_by)
                 writer.write_table(folded.select(folded_file_schema(stored).names))
     except Exception as error:  # the task's boundary
         return as_tailrace_error(error)
-    return FoldedFiles(files=(path,), changes=rows, bytes=weight.bytes, upserts=came, rejects=tuple(aside))
+    return FoldedFiles(files=(path,), changes=rows, bytes=size.bytes, upserts=upserts, rejects=tuple(rejects))
 
 
 def _summarise_part(part: _FoldPart) -> _PartSummary | TailraceError:
-    """Count, find the last TRUNCATE, and note the keys of rows that moved and left values behind."""
-    rows, latest, weight = 0, 0, SizeEstimate(part.work.schema)
+    """Count the changes, find the last TRUNCATE, and save hashes of incomplete key moves."""
+    rows, latest, size = 0, 0, SizeEstimate(part.work.schema)
     truncated_at, moves = None, list[RowHashes]()
     try:
         for batch in part.batches():
             rows += batch.num_rows
-            weight.add(batch)
+            size.add(batch)
             truncates = batch.column(change.SEQ).filter(_is(batch, Operation.TRUNCATE))
             truncated_at = truncates[-1].as_py() if len(truncates) else truncated_at
             latest = max(latest, int(latest_times(pa.Table.from_batches([batch]))[-1]))
@@ -336,19 +348,19 @@ def _summarise_part(part: _FoldPart) -> _PartSummary | TailraceError:
         np.save(part.scratch / f"moves-{part.number:05d}.npy", np.concatenate([np.empty((0, 2), np.uint64), *moves]))
     except Exception as error:  # the task's boundary
         return as_tailrace_error(error)
-    return _PartSummary(rows=rows, bytes=weight.bytes, truncated_at=truncated_at, latest_commit_time=latest)
+    return _PartSummary(rows=rows, bytes=size.bytes, truncated_at=truncated_at, latest_commit_time=latest)
 
 
 def _distribute(part: _FoldPart) -> int | TailraceError:
     """Write each change into the file of its bucket."""
-    schema, form, latest = part.work.schema, part.work.location.spec, part.latest_commit_time
-    all_count = form.keeps_past or part.splits_rejects
+    schema, spec, latest = part.work.schema, part.work.location.spec, part.latest_commit_time
+    all_count = spec.keeps_past or part.splits_rejects
     try:
         moved = RowHashSet(np.concatenate([np.load(file) for file in sorted(part.scratch.glob("moves-*.npy"))]))
         with ExitStack() as stack:
             writers: dict[int, Any] = {}
             for batch in part.batches():
-                if form.mode is TableMode.HISTORY:
+                if spec.mode is TableMode.HISTORY:
                     times = np.maximum(latest_times(pa.Table.from_batches([batch])), latest)
                     batch, latest = batch.append_column(LATEST, pa.array(times)), int(times[-1])
                 batch = _after(batch, part.truncated_at)
@@ -388,8 +400,11 @@ def _file(scratch: Path, bucket: int, part: int) -> Path:
 
 
 def _pieces(batch: pa.RecordBatch, rows_max: int) -> Iterator[pa.RecordBatch]:
-    """So many changes at a time, and one more where a move would be cut: the delete of the old key lends the values of
-    the change before it to the row that arrives, and by itself would pass for the last that counts of its key."""
+    """Yield pieces of `rows_max` changes, or one more to keep a key move together.
+
+    The delete of the old key carries the values of an earlier change to the row of the new key. Alone in a piece, it
+    would count as the last change of its key.
+    """
     moved, begin = batch.column(change.MOVED_FROM), 0
     while begin < batch.num_rows:
         end = begin + rows_max
@@ -416,7 +431,7 @@ def _keys(schema: TableSchema, batch: pa.RecordBatch) -> list[Any]:
 
 
 def _moves(schema: TableSchema, batch: pa.RecordBatch) -> Iterator[RowHashes]:
-    """The old and the new keys of rows that moved without all their values."""
+    """Yield hashes of the old and the new keys of key moves with unsent values."""
     partial = pc.and_(
         batch.column(change.MOVED_FROM).is_valid(),
         pc.greater(pc.fill_null(pc.list_value_length(batch.column(change.UNCHANGED)), 0), 0),
@@ -431,8 +446,8 @@ def _moves(schema: TableSchema, batch: pa.RecordBatch) -> Iterator[RowHashes]:
 def _changes_by_bucket(
     schema: TableSchema, batch: pa.RecordBatch, moved: RowHashSet, buckets: int, all_count: bool
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The changes by bucket, in order; a TRUNCATE is in every one."""
-    if not all_count:  # what came before a TRUNCATE is not among them, nor is that itself
+    """Yield the changes by bucket, in order; a TRUNCATE goes to every bucket."""
+    if not all_count:  # the batch has neither a TRUNCATE nor a change before one
         yield from _keyed_changes_by_bucket(
             schema, batch if not schema.key else _last_of_each(schema, batch), moved, buckets
         )
@@ -464,7 +479,7 @@ def _keyed_changes_by_bucket(
 
 
 def _last_of_each(schema: TableSchema, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The last change of each key; all changes, where one needs another or must be refused for itself."""
+    """Return the last change of each key; or all changes, if one has an unsent or unfit value."""
     if any(batch.column(name).null_count < batch.num_rows for name in (change.UNCHANGED, change.UNFIT)):
         return batch
     numbered = key_numbers(_keys(schema, batch))
@@ -474,7 +489,7 @@ def _last_of_each(schema: TableSchema, batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _truncate(schema: TableSchema) -> pa.Table:
-    """One TRUNCATE: what follows starts from nothing."""
+    """Return one TRUNCATE, so that the following changes start from an empty table."""
     row = {
         change.OP: Operation.TRUNCATE.value,
         change.SEQ: 0,

@@ -1,12 +1,12 @@
-"""Changes that a table cannot take, told apart by the tasks that fold a stretch, and set aside together.
+"""Distributed dead letters: each fold task writes its rejects to a file, and one last task stores them.
 
-What must stay true is what `setting_aside` says: a change is durable as a letter before the commit that passes it. The
-tasks leave such changes in files; one more makes a step of them all, so that it can be seen how many there are. The
-driver hears of causes and numbers.
+The invariant is that of `tasks.dead_letters`: a rejected change is durable as a dead letter before the commit whose
+position passes it. One task stores the rejects of all tasks in one step, so that their total number is known. The
+driver sees only causes and numbers.
 
-Whether a table holds the row that a change builds on is asked of it where a task can do that. An Iceberg table is read
-by Spark's jobs alone, so tasks note the keys, and take them for held. The driver has a job find those that are not, and
-if there are some all is told apart once more.
+A task looks up whether the table has the row that a change builds on. Tasks cannot read an Iceberg table: only Spark
+jobs do. There a task writes the keys to a file and assumes that they exist. The driver runs a job that finds the
+missing ones, and if there are any, all changes are split once more.
 """
 
 from __future__ import annotations
@@ -39,49 +39,48 @@ from tailrace.tasks.source_rows import refetch_rows
 from tailrace.tasks.work import ApplyWork, as_tailrace_error
 
 ASKED_KEYS_SUFFIX = "-asked.parquet"
-"""How the names of files end, in which keys are that a task has taken for held: columns `k0…kN`, in the key's order."""
+"""Suffix of files with keys that a task assumed to exist: columns `k0…kN`, in the order of the key."""
 MISSING_KEYS = "missing"
-"""The files, beside them, with those that the table does not hold, once that is known."""
+"""Name, in the same folder, of the files with the keys that the table lacks; present once that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRejects:
-    """What one task has left out: the changes in a file, and what there is to say of them."""
+    """Changes that one task rejected: a file, and facts about them."""
 
     file: Path
     causes: tuple[TailraceError, ...]
-    """Why, letter by letter."""
+    """Cause of each rejected change, in order."""
     cleared: tuple[int, ...]
-    """`_seq` of earlier letters,"""
+    """`_seq` of earlier dead letters that these changes clear."""
     superseded: tuple[int, ...] = ()
-    """and of letters that nothing builds on any more."""
+    """`_seq` of dead letters that nothing builds on any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreRejectsWork:
-    """Make letters of what the tasks have left out."""
+    """Store the rejects of all tasks as dead letters."""
 
     work: ApplyWork
     rejects: tuple[TaskRejects, ...]
 
 
 def split_rejects_to_file(work: ApplyWork, changes: pa.Table, path: Path) -> tuple[pa.Table, TaskRejects | None]:
-    """The changes that the table can take; the others go into a file, if there are any."""
-    step, letters = _step(work), DeadLetterStore(work.log, work.table)
-    found = split_by_mode(_key_lookup(work, path), step, changes, letters)
-    if not found.dead_letters.num_rows and not found.cleared.size and not found.superseded.size:
-        return found.changes, None
-    if (
-        not step.dead_letters_enabled or found.dead_letters.num_rows > DEAD_LETTERS_MAX
-    ):  # how many there are in all is seen later
-        refuse_too_many(step, found, letters)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, found.dead_letters.schema) as writer:
-        writer.write_table(found.dead_letters)
-    return found.changes, TaskRejects(
+    """Return the changes that the table can take; write any others to a file."""
+    step, store = _step(work), DeadLetterStore(work.log, work.table)
+    split = split_by_mode(_key_lookup(work, path), step, changes, store)
+    if not split.dead_letters.num_rows and not split.cleared.size and not split.superseded.size:
+        return split.changes, None
+    # The total of all tasks is checked later, by `store_task_rejects`.
+    if not step.dead_letters_enabled or split.dead_letters.num_rows > DEAD_LETTERS_MAX:
+        refuse_too_many(step, split, store)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, split.dead_letters.schema) as writer:
+        writer.write_table(split.dead_letters)
+    return split.changes, TaskRejects(
         file=path,
-        causes=tuple(found.causes),
-        cleared=tuple(found.cleared.tolist()),
-        superseded=tuple(found.superseded.tolist()),
+        causes=tuple(split.causes),
+        cleared=tuple(split.cleared.tolist()),
+        superseded=tuple(split.superseded.tolist()),
     )
 
 
@@ -94,7 +93,7 @@ def _key_lookup(work: ApplyWork, path: Path) -> KeyExists:
 
 
 class DeferredKeyLookup:
-    """Which keys a table holds that no task can ask."""
+    """Key lookup in a table that no task can read: assumes that keys exist until a job has found the missing ones."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._missing, self._asked = path, path.parent / MISSING_KEYS, 0
@@ -108,29 +107,29 @@ class DeferredKeyLookup:
         return assume_all_exist(keys)
 
 
-def store_task_rejects(asked: StoreRejectsWork) -> TailraceError | None:
-    """One step of all that the tasks have left out."""
-    work = asked.work
+def store_task_rejects(rejects_work: StoreRejectsWork) -> TailraceError | None:
+    """Store the rejects of all tasks in one step; return the error if that fails."""
+    work = rejects_work.work
     try:
-        letters = pa.concat_tables(_read(item.file) for item in asked.rejects)
-        causes = [cause for item in asked.rejects for cause in item.causes]
-        order = np.argsort(letters.column(change.SEQ).to_numpy())
-        found = SplitResult(
-            changes=letters.slice(0, 0),
-            dead_letters=letters.take(pa.array(order)),
+        dead_letters = pa.concat_tables(_read(item.file) for item in rejects_work.rejects)
+        causes = [cause for item in rejects_work.rejects for cause in item.causes]
+        order = np.argsort(dead_letters.column(change.SEQ).to_numpy())
+        split = SplitResult(
+            changes=dead_letters.slice(0, 0),
+            dead_letters=dead_letters.take(pa.array(order)),
             causes=[causes[i] for i in order],
-            cleared=_all([item.cleared for item in asked.rejects]),
-            superseded=_all([item.superseded for item in asked.rejects]),
+            cleared=_all([item.cleared for item in rejects_work.rejects]),
+            superseded=_all([item.superseded for item in rejects_work.rejects]),
         )
-        store_dead_letters(_step(work), found, DeadLetterStore(work.log, work.table))
+        store_dead_letters(_step(work), split, DeadLetterStore(work.log, work.table))
     except Exception as error:  # the task's boundary
         return as_tailrace_error(error)
     return None
 
 
 def _all(seqs: Iterable[tuple[int, ...]]) -> Ints:
-    found: Ints = np.unique(np.concatenate([np.array(some, np.int64) for some in seqs]))
-    return found
+    merged: Ints = np.unique(np.concatenate([np.array(some, np.int64) for some in seqs]))
+    return merged
 
 
 def _read(path: Path) -> pa.Table:

@@ -1,12 +1,12 @@
-"""Dead letters tried again: their rows are read from the source, and put into the table once it may have them.
+"""Replay dead letters by key: refetch their rows from the source, and write them once the table has passed the read.
 
-What must stay true: a row is put in as it is at the table's position, though it was read at another. That is so when
-the table has passed all that the reading saw, and the reading saw every letter of the row: whatever happened to the
-row since its first letter is a letter itself, for a whole change or a delete would have cleared it. A row that has got
-another letter meanwhile is read again, and so are all of them if the table has been loaded anew.
+Invariant: a row is written as it is at the table's position, although it was read at another. That holds under two
+conditions. The table has passed everything that the read saw, and the read saw every dead letter of the row. Every
+change of the row since its first dead letter is a dead letter itself, because a whole change or a delete would have
+cleared it. A row with a newer dead letter is refetched, and so are all rows after a reload of the table.
 
-In a table of versions such a row is the version that its newest letter made. The letters before that one are of
-versions that nobody can bring any more: they stay, and have passed.
+In `history` mode such a row is the version that its newest dead letter made. Earlier dead letters of the row are about
+versions that no source has any more: they stay stored, marked as passed.
 """
 
 from __future__ import annotations
@@ -48,37 +48,38 @@ from tailrace.tasks.work import Outcome, as_tailrace_error
 REFETCHED_FILE = "reread.rows"
 _META = b"tailrace"
 MISSING_AT_SOURCE_HINT = (
-    "If the source has no row of this key, drop the letter: `tailrace dead-letters FILE list TABLE --forget`."
+    "Check that the source has no row with this key, then drop the dead letter: `tailrace dead-letters FILE list TABLE "
+    "--forget`."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefetchWork:
-    """Read the rows of a table's open letters again."""
+    """Refetch the rows of a table's open dead letters."""
 
     log: LogPath
     schema: TableSchema
     expected: AppliedPosition
     reader: SnapshotReader
     partition_by: Mapping[str, str] = field(default_factory=dict)
-    """What the lake table is partitioned by: columns' names at the source and in the lake."""
+    """Partition columns of the lake table: name at the source to name in the lake."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayRowsWork:
-    """Put the rows that were read into the table, which has passed what the reading saw."""
+    """Write the refetched rows into the table, which has passed what the read saw."""
 
     log: LogPath
     location: TableLocation
     schema: TableSchema
     expected: AppliedPosition
     writes_rows: bool = True
-    """Whether the rows are still to be put in."""
+    """False if Spark's connector has written the rows already."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageReplayRowsWork:
-    """Put the rows that may come in into a file, for Spark's connector to merge."""
+    """Write the replayable rows to a file, for Spark's connector to merge."""
 
     work: ReplayRowsWork
     path: Path
@@ -86,73 +87,75 @@ class StageReplayRowsWork:
 
 @dataclass
 class _RefetchResult:
-    """What a reading came to."""
+    """Rows that a refetch returned, and errors of keys that failed."""
 
     rows: list[pa.Table] = field(default_factory=list)
     failed: dict[int, TailraceError] = field(default_factory=dict)
-    """By the key's place."""
+    """Error by the index of the key."""
     seen_until: Lsn = ZERO
 
 
 def refetch_dead_letters(work: RefetchWork) -> Outcome:
-    """Read, and keep what was read beside the letters; says what the table must pass."""
+    """Refetch the rows and store them with the dead letters; the outcome has the position that the table must pass."""
     table = work.schema.table
     try:
         bundles = DeadLetterStore(work.log, table).read_open_keys(work.expected.seq, work.expected.load)
         dead = keys_of_dead_letters(work.schema, bundles)
         names = [work.schema.columns[i].name for i in key_ordinals(work.schema)]
         numbers = key_numbers(dead.columns).numbers
-        _, firsts, which = np.unique(numbers, return_index=True, return_inverse=True)
+        _, firsts, key_of_dead_letter = np.unique(numbers, return_index=True, return_inverse=True)
         keys = pa.Table.from_arrays([column.take(pa.array(firsts)) for column in dead.columns], names=names)
-        read, transactions = (
+        fetched, transactions = (
             _RefetchResult(),
             [tx for bundle in bundles for tx in bundle.changes.column(change.TX).to_pylist()],
         )
-        _read(work, keys, np.arange(keys.num_rows), sorted(set(transactions)), read)
-        rows = pa.concat_tables([pa.schema(work.schema.row_fields()).empty_table(), *read.rows])
+        _read(work, keys, np.arange(keys.num_rows), sorted(set(transactions)), fetched)
+        rows = pa.concat_tables([pa.schema(work.schema.row_fields()).empty_table(), *fetched.rows])
         answers = match_answers(keys, rows)
-        _find_failures(work, rows, answers, read)
-        whose = zip(dead.seqs.tolist(), which.tolist(), strict=True)
-        causes = {seq: read.failed[key] for seq, key in whose if key in read.failed}
-        good = [int(answers[key]) for key in range(keys.num_rows) if key not in read.failed]
-        _store_refetched(work, rows.take(pa.array(good, pa.int64())), dead.seqs.tolist(), causes)
+        _find_failures(work, rows, answers, fetched)
+        keys_by_seq = zip(dead.seqs.tolist(), key_of_dead_letter.tolist(), strict=True)
+        causes = {seq: fetched.failed[key] for seq, key in keys_by_seq if key in fetched.failed}
+        found_rows = [int(answers[key]) for key in range(keys.num_rows) if key not in fetched.failed]
+        _store_refetched(work, rows.take(pa.array(found_rows, pa.int64())), dead.seqs.tolist(), causes)
     except Exception as error:  # the task's boundary
         return Outcome(table=table, error=as_tailrace_error(error))
-    return Outcome(table=table, rows=len(good), seen_until=read.seen_until)
+    return Outcome(table=table, rows=len(found_rows), seen_until=fetched.seen_until)
 
 
-def _read(work: RefetchWork, keys: pa.Table, some: Any, transactions: Sequence[int], into: _RefetchResult) -> None:
-    """Read the rows of some keys; where one does not fit, each half by itself, until it is known which."""
-    if not some.size:
+def _read(
+    work: RefetchWork, keys: pa.Table, key_rows: Any, transactions: Sequence[int], result: _RefetchResult
+) -> None:
+    """Read the rows of some keys; if a row does not fit, read each half, down to the single key."""
+    if not key_rows.size:
         return
     try:
-        rows, seen = fetch_rows(work.reader, work.schema, keys.take(pa.array(some)), transactions)
+        rows, seen_until = fetch_rows(work.reader, work.schema, keys.take(pa.array(key_rows)), transactions)
     except (ValueUnfit, TransformFailed) as error:
-        if some.size == 1:
-            into.failed[int(some[0])] = type(error)(error.message, hint=REPLAY_HINT, **error.fields)
+        if key_rows.size == 1:
+            result.failed[int(key_rows[0])] = type(error)(error.message, hint=REPLAY_HINT, **error.fields)
             return
-        half = some.size // 2
-        _read(work, keys, some[:half], transactions, into)
-        _read(work, keys, some[half:], transactions, into)
+        half = key_rows.size // 2
+        _read(work, keys, key_rows[:half], transactions, result)
+        _read(work, keys, key_rows[half:], transactions, result)
         return
-    into.rows.append(rows)
-    into.seen_until = max(into.seen_until, seen)
+    result.rows.append(rows)
+    result.seen_until = max(result.seen_until, seen_until)
 
 
-def _find_failures(work: RefetchWork, rows: pa.Table, answers: Any, read: _RefetchResult) -> None:
-    """Rows that are not there, or that the table cannot hold."""
-    shape = work.schema
-    unheld, _ = find_unstorable_rows(shape, rows.columns, rows.num_rows, work.partition_by)
-    for key, answer in enumerate(answers.tolist()):
-        if key in read.failed:
+def _find_failures(work: RefetchWork, rows: pa.Table, row_of_key: Any, fetched: _RefetchResult) -> None:
+    """Record an error for each key without a row, and for each unstorable row."""
+    schema = work.schema
+    unstorable, _ = find_unstorable_rows(schema, rows.columns, rows.num_rows, work.partition_by)
+    for key, row in enumerate(row_of_key.tolist()):
+        if key in fetched.failed:
             continue
-        if answer < 0:
-            read.failed[key] = BaseRowMissing(
-                "the source has no row of this key", table=shape.table, hint=MISSING_AT_SOURCE_HINT
+        if row < 0:
+            fetched.failed[key] = BaseRowMissing(
+                "the source has no row with this key", table=schema.table, hint=MISSING_AT_SOURCE_HINT
             )
-        elif unheld[answer]:
-            read.failed[key] = ValueUnfit(
-                "a value of the row cannot be held by the table", table=shape.table, hint=REPLAY_HINT
+        elif unstorable[row]:
+            fetched.failed[key] = ValueUnfit(
+                "a value of the row does not fit the table", table=schema.table, hint=REPLAY_HINT
             )
 
 
@@ -161,7 +164,7 @@ def _path(log: LogPath, table: TableId) -> LogPath:
 
 
 def _store_refetched(work: RefetchWork, rows: pa.Table, seqs: list[int], causes: dict[int, TailraceError]) -> None:
-    said = {
+    stored_causes = {
         str(seq): {
             "code": error.code,
             "message": error.message,
@@ -170,7 +173,7 @@ def _store_refetched(work: RefetchWork, rows: pa.Table, seqs: list[int], causes:
         }
         for seq, error in causes.items()
     }
-    meta = {"shape": work.schema.to_json(), "seqs": seqs, "causes": said, "load": work.expected.load}
+    meta = {"shape": work.schema.to_json(), "seqs": seqs, "causes": stored_causes, "load": work.expected.load}
     fields = rows.schema.with_metadata({_META: json.dumps(meta).encode()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, fields) as writer:
@@ -181,110 +184,118 @@ def _store_refetched(work: RefetchWork, rows: pa.Table, seqs: list[int], causes:
 
 
 def replay_rows(work: ReplayRowsWork) -> Outcome:
-    """One commit of the rows that may come in, then what became of the letters."""
+    """Write the replayable rows in one commit, then record the result for each dead letter."""
     started, table = time.monotonic(), work.schema.table
-    letters, path = DeadLetterStore(work.log, table), _path(work.log, work.schema.table)
+    store, path = DeadLetterStore(work.log, table), _path(work.log, work.schema.table)
     try:
-        rows, stored = _load_refetched(path)
-        letters.recover(work.expected.load)
-        if stored["load"] != work.expected.load or not TableSchema.from_json(stored["shape"]).same_rows(work.schema):
+        rows, meta = _load_refetched(path)
+        store.recover(work.expected.load)
+        if meta["load"] != work.expected.load or not TableSchema.from_json(meta["shape"]).same_rows(work.schema):
             return Outcome(table=table, needs_refetch=True)
-        keys, read, version = letters.read_open_keys(work.expected.seq), set(stored["seqs"]), None
-        ready = _replayable_rows(work.schema, rows, keys, read)
-        if ready.rows.num_rows and work.writes_rows:
+        keys, read_seqs, version = store.read_open_keys(work.expected.seq), set(meta["seqs"]), None
+        replayable = _replayable_rows(work.schema, rows, keys, read_seqs)
+        if replayable.rows.num_rows and work.writes_rows:
             version = (
-                work.location.open().upsert_rows(work.schema, ready.rows, work.expected, ready.change_metadata).version
+                work.location.open()
+                .upsert_rows(work.schema, replayable.rows, work.expected, replayable.change_metadata)
+                .version
             )
         failpoints.hit("letters.delivered")
-        _record_results(letters, work, ready, stored["causes"], version)
+        _record_results(store, work, replayable, meta["causes"], version)
         path.unlink(missing_ok=True)
-        left = letters.count(work.expected.seq)
+        still_open = store.count(work.expected.seq)
     except Exception as error:  # the task's boundary
         return Outcome(table=table, error=as_tailrace_error(error))
     return Outcome(
         table=table,
-        rows=len(ready.newest_seqs) + len(ready.earlier_seqs),
+        rows=len(replayable.newest_seqs) + len(replayable.earlier_seqs),
         seconds=time.monotonic() - started,
-        dead_letters=left,
+        dead_letters=still_open,
         version=version,
-        needs_refetch=any(seq not in read for seq in keys_of_dead_letters(work.schema, keys).seqs.tolist()),
+        needs_refetch=any(seq not in read_seqs for seq in keys_of_dead_letters(work.schema, keys).seqs.tolist()),
     )
 
 
-def stage_replay_rows(asked: StageReplayRowsWork) -> FoldedFiles | TailraceError:
-    """The rows that `deliver_letters` would put in, as a file."""
-    work = asked.work
+def stage_replay_rows(stage_work: StageReplayRowsWork) -> FoldedFiles | TailraceError:
+    """Write the rows that `replay_rows` would write to a file."""
+    work = stage_work.work
     try:
-        rows, stored = _load_refetched(_path(work.log, work.schema.table))
-        if stored["load"] != work.expected.load or not TableSchema.from_json(stored["shape"]).same_rows(work.schema):
+        rows, meta = _load_refetched(_path(work.log, work.schema.table))
+        if meta["load"] != work.expected.load or not TableSchema.from_json(meta["shape"]).same_rows(work.schema):
             return FoldedFiles()
         keys = DeadLetterStore(work.log, work.schema.table).read_open_keys(work.expected.seq, work.expected.load)
-        ready = _replayable_rows(work.schema, rows, keys, set(stored["seqs"]))
-        form = work.location.spec
-        whole = fold_for_upsert(form, work.schema, ready.rows, work.expected, ready.change_metadata)
-        return write_folded(asked.path, form.stored_schema(work.schema), whole, form.partition_by)
+        replayable = _replayable_rows(work.schema, rows, keys, set(meta["seqs"]))
+        spec = work.location.spec
+        folded = fold_for_upsert(spec, work.schema, replayable.rows, work.expected, replayable.change_metadata)
+        return write_folded(stage_work.path, spec.stored_schema(work.schema), folded, spec.partition_by)
     except Exception as error:  # the task's boundary
         return as_tailrace_error(error)
 
 
 def _load_refetched(path: LogPath) -> tuple[pa.Table, dict[str, Any]]:
-    """What was read, and what was noted of it."""
-    with files.arrow_file(path) as handle:
-        rows = pa.ipc.open_file(handle).read_all()
+    """Return the refetched rows and their stored metadata."""
+    with files.arrow_file(path) as file:
+        rows = pa.ipc.open_file(file).read_all()
     return rows, json.loads(rows.schema.metadata[_META])
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ReplayableRows:
-    """Rows of which no letter came after they were read."""
+    """Refetched rows that got no dead letter after the read."""
 
     rows: pa.Table
     change_metadata: pa.Table
-    """What the newest letter of each row says of itself."""
+    """Metadata columns of the newest dead letter of each row."""
     newest_seqs: list[int]
-    """`_seq` of those letters, row by row,"""
+    """`_seq` of the newest dead letter of each row."""
     earlier_seqs: list[int]
-    """and of the rows' other ones."""
+    """`_seq` of the rows' other dead letters."""
 
 
 def _replayable_rows(
-    shape: TableSchema, rows: pa.Table, bundles: list[DeadLetterBatch], read: set[int]
+    schema: TableSchema, rows: pa.Table, bundles: list[DeadLetterBatch], read_seqs: set[int]
 ) -> _ReplayableRows:
-    dead = keys_of_dead_letters(shape, bundles)
-    names = [shape.columns[i].name for i in key_ordinals(shape)]
-    answers = match_answers(pa.Table.from_arrays(dead.columns, names=names), rows.select(names))
-    letters = dict[int, list[int]]()
-    for seq, row in zip(dead.seqs.tolist(), answers.tolist(), strict=True):
-        letters.setdefault(row, []).append(seq)
-    whole = sorted(row for row, seqs in letters.items() if row >= 0 and read.issuperset(seqs))
-    newest = [max(letters[row]) for row in whole]
-    said = pa.concat_tables(
+    dead = keys_of_dead_letters(schema, bundles)
+    names = [schema.columns[i].name for i in key_ordinals(schema)]
+    row_of_key = match_answers(pa.Table.from_arrays(dead.columns, names=names), rows.select(names))
+    seqs_by_row = dict[int, list[int]]()
+    for seq, row in zip(dead.seqs.tolist(), row_of_key.tolist(), strict=True):
+        seqs_by_row.setdefault(row, []).append(seq)
+    complete = sorted(row for row, seqs in seqs_by_row.items() if row >= 0 and read_seqs.issuperset(seqs))
+    newest = [max(seqs_by_row[row]) for row in complete]
+    metadata = pa.concat_tables(
         [
             pa.schema(change.REQUIRED).empty_table(),
             *(bundle.changes.select([one.name for one in change.REQUIRED]) for bundle in bundles),
         ]
     )
-    places = pc.index_in(pa.array(newest, pa.int64()), value_set=said.column(change.SEQ))
+    indexes = pc.index_in(pa.array(newest, pa.int64()), value_set=metadata.column(change.SEQ))
     return _ReplayableRows(
-        rows=rows.take(pa.array(whole, pa.int64())).replace_schema_metadata(None),
-        change_metadata=said.take(places),
+        rows=rows.take(pa.array(complete, pa.int64())).replace_schema_metadata(None),
+        change_metadata=metadata.take(indexes),
         newest_seqs=newest,
-        earlier_seqs=[seq for row in whole for seq in letters[row] if seq != max(letters[row])],
+        earlier_seqs=[seq for row in complete for seq in seqs_by_row[row] if seq != max(seqs_by_row[row])],
     )
 
 
 def _record_results(
-    letters: DeadLetterStore, work: ReplayRowsWork, ready: _ReplayableRows, causes: dict[str, Any], version: int | None
+    store: DeadLetterStore,
+    work: ReplayRowsWork,
+    replayable: _ReplayableRows,
+    causes: dict[str, Any],
+    version: int | None,
 ) -> None:
-    """Clear what was delivered, in this version if it is known; what failed again has its new cause."""
+    """Clear the replayed dead letters, with the table version if known; store the new cause of each that failed."""
     seq, empty = work.expected.seq, work.schema.change_schema().empty_table()
-    every = work.location.spec.mode is TableMode.HISTORY
-    if ready.newest_seqs:
-        cleared = ready.newest_seqs if every else [*ready.newest_seqs, *ready.earlier_seqs]
-        passed = ready.earlier_seqs if every else []
-        letters.write(work.schema, seq, empty, [], cleared, passed=passed, there=True, version=version)
-    for bundle in letters.read_open(seq, only=set(map(int, causes))):
-        said = [causes[str(number)] for number in bundle.seqs]
-        errors = [error_class(one["code"])(one["message"], hint=one["hint"], **one["fields"]) for one in said]
-        letters.write(bundle.schema, seq, bundle.changes, errors, [], origin=bundle.origin)
-    letters.remove_closed(seq)
+    keeps_versions = work.location.spec.mode is TableMode.HISTORY
+    if replayable.newest_seqs:
+        cleared = replayable.newest_seqs if keeps_versions else [*replayable.newest_seqs, *replayable.earlier_seqs]
+        passed = replayable.earlier_seqs if keeps_versions else []
+        store.write(work.schema, seq, empty, [], cleared, superseded=passed, already_applied=True, version=version)
+    for bundle in store.read_open(seq, only=set(map(int, causes))):
+        stored = [causes[str(number)] for number in bundle.seqs]
+        errors = [
+            error_class(entry["code"])(entry["message"], hint=entry["hint"], **entry["fields"]) for entry in stored
+        ]
+        store.write(bundle.schema, seq, bundle.changes, errors, [], origin=bundle.origin)
+    store.remove_closed(seq)

@@ -1,13 +1,14 @@
-"""Dead letters whose own changes are tried again: in a table of changes, and in a mirror without a key.
+"""Replay dead letters without a key: into tables in `append` mode, and into mirrors of keyless tables.
 
-There is no key to ask the source by, but a letter holds its change as it came. Once the table has a place for it, it
-comes in late: as the row that it would have been, with its own `_seq` and all else that it says of itself; or as one
-more copy of its row, which the source still has, for a letter goes with the row that it holds.
+There is no key to refetch a row by, but a dead letter holds its change as it was. Once the table can take the change,
+it is written late. In `append` mode it becomes the row it would have been, with its own `_seq` and metadata columns. In
+a keyless mirror it becomes one more copy of its row. The source still has that row: deleting the row closes the dead
+letter.
 
-What must stay true: a change comes in once. The letters to be cleared are promised under a name before the commit, the
-commit bears the name, and so does every one after it. So whoever comes later, after any crash, finds in the table
-whether the promise was kept (`Letters.settle`). A commit is made only if the table bears the name that it bore when
-that was found out.
+Invariant: a change is written once, by a two-phase replay. First an intent is stored: a replay id and the dead letters
+to clear. Then the table commit carries that id, and so does every later commit. After any crash, recovery
+(`DeadLetterStore.recover`) finds in the table whether the commit was made. A commit is made only if the table still has
+the replay id that it had when the intent was prepared.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from tailrace.tasks.dead_letters import value_from_text
 from tailrace.tasks.fold_files import FoldedFiles, write_folded
 from tailrace.tasks.work import Outcome, as_tailrace_error
 
-_RESHAPED = "the table has other columns by now, and what the row has in them is not known"
+_RESHAPED = "the table has other columns now, and the row's values for them are not known"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayChangesWork:
-    """Bring in the changes of a table's open letters that it has a place for now."""
+    """Write the changes of a table's open dead letters that the table can take now."""
 
     log: LogPath
     location: TableLocation
@@ -56,7 +57,7 @@ class ReplayChangesWork:
 
 @dataclass(frozen=True, kw_only=True)
 class StageReplayChangesWork:
-    """The same, as a file that Spark's connector adds."""
+    """Write those changes to a file, for Spark's connector to add."""
 
     work: ReplayChangesWork
     path: Path
@@ -64,165 +65,183 @@ class StageReplayChangesWork:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayIntent:
-    """What a commit is to bring, and the name that it is to bear; without one there is nothing to bring."""
+    """The replay id for the next table commit, and the number of dead letters in it."""
 
     replay_id: str | None
+    """Id for the commit; None: there is nothing to replay."""
     previous_replay_id: str | None
-    """The name that the table bears."""
+    """Replay id that the table has now."""
     dead_letters: int = 0
 
 
 def replay_changes(work: ReplayChangesWork) -> Outcome:
-    """One commit of what may come in, then what became of the letters."""
+    """Write the changes that the table can take in one commit, then close their dead letters."""
     started, table, version = time.monotonic(), work.schema.table, None
     try:
-        promised, folded = _record_intent(work)
-        if promised.replay_id is not None:
-            done = work.location.open().append_rows(
-                work.schema, folded, work.expected, after=promised.previous_replay_id, late=promised.replay_id
+        intent, folded = _record_intent(work)
+        if intent.replay_id is not None:
+            write = work.location.open().append_rows(
+                work.schema,
+                folded,
+                work.expected,
+                previous_replay_id=intent.previous_replay_id,
+                replay_id=intent.replay_id,
             )
-            version = done.version
-        left = confirm_replay(work, promised, version)
+            version = write.version
+        still_open = confirm_replay(work, intent, version)
     except Exception as error:  # the task's boundary
         return Outcome(table=table, error=as_tailrace_error(error))
     return Outcome(
-        table=table, rows=promised.dead_letters, seconds=time.monotonic() - started, dead_letters=left, version=version
+        table=table,
+        rows=intent.dead_letters,
+        seconds=time.monotonic() - started,
+        dead_letters=still_open,
+        version=version,
     )
 
 
-def stage_replay_changes(asked: StageReplayChangesWork) -> tuple[ReplayIntent, FoldedFiles] | TailraceError:
-    """What `deliver_late` would add, as a file."""
-    form = asked.work.location.spec
+def stage_replay_changes(stage_work: StageReplayChangesWork) -> tuple[ReplayIntent, FoldedFiles] | TailraceError:
+    """Write the rows that `replay_changes` would add to a file."""
+    spec = stage_work.work.location.spec
     try:
-        promised, folded = _record_intent(asked.work)
-        return promised, write_folded(asked.path, form.stored_schema(asked.work.schema), folded, form.partition_by)
+        intent, folded = _record_intent(stage_work.work)
+        return intent, write_folded(
+            stage_work.path, spec.stored_schema(stage_work.work.schema), folded, spec.partition_by
+        )
     except Exception as error:  # the task's boundary
         return as_tailrace_error(error)
 
 
-def confirm_replay(work: ReplayChangesWork, promised: ReplayIntent, version: int | None) -> int:
-    """The commit is made, if there was anything to bring: say so, and how many letters are left."""
+def confirm_replay(work: ReplayChangesWork, intent: ReplayIntent, version: int | None) -> int:
+    """Record that the replay commit was made, if any; return the number of dead letters still open."""
     failpoints.hit("letters.delivered")
-    letters = DeadLetterStore(work.log, work.schema.table)
-    if promised.replay_id is not None:
-        letters.confirm_replay(promised.replay_id, version)
-    letters.remove_closed(work.expected.seq)
-    return letters.count(work.expected.seq)
+    store = DeadLetterStore(work.log, work.schema.table)
+    if intent.replay_id is not None:
+        store.confirm_replay(intent.replay_id, version)
+    store.remove_closed(work.expected.seq)
+    return store.count(work.expected.seq)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ReplayAttempt:
-    """Letters of one step in the shape that the table has now."""
+    """Dead letters of one step, converted to the table's current schema."""
 
     bundle: DeadLetterBatch
     accepted: pa.Table
-    """The changes that it can take."""
+    """Changes that the table can take."""
     causes: dict[int, TailraceError]
-    """Why it cannot take the others, by their `_seq`."""
+    """Cause for each other change, by `_seq`."""
 
 
 def _record_intent(work: ReplayChangesWork) -> tuple[ReplayIntent, FoldedChanges]:
-    """Find out what the table can take, and promise it; letters that it cannot have the cause of now."""
-    letters, looked, seq = (
+    """Find the changes that the table can take, and store the intent; update the causes of the others."""
+    store, table, seq = (
         DeadLetterStore(work.log, work.schema.table),
         work.location.open_for_reading(),
         work.expected.seq,
     )
-    after = looked.replay_id()
-    letters.recover(work.expected.load, after)
-    tried = [_try_replay(work, bundle, looked.columns()) for bundle in letters.read_open(seq)]
-    for one in tried:
-        _record_new_causes(letters, seq, one)
-    seqs = [number for one in tried for number in one.accepted.column(change.SEQ).to_pylist()]
-    folded = _fold_accepted(work, tried)
+    previous_replay_id = table.replay_id()
+    store.recover(work.expected.load, previous_replay_id)
+    attempts = [_try_replay(work, bundle, table.columns()) for bundle in store.read_open(seq)]
+    for attempt in attempts:
+        _record_new_causes(store, seq, attempt)
+    seqs = [number for attempt in attempts for number in attempt.accepted.column(change.SEQ).to_pylist()]
+    folded = _fold_accepted(work, attempts)
     if not seqs:
-        return ReplayIntent(replay_id=None, previous_replay_id=after), folded
-    late, none = uuid.uuid4().hex, work.schema.change_schema().empty_table()
-    letters.write(work.schema, seq, none, [], seqs, there=True, late=late)
+        return ReplayIntent(replay_id=None, previous_replay_id=previous_replay_id), folded
+    replay_id, empty = uuid.uuid4().hex, work.schema.change_schema().empty_table()
+    store.write(work.schema, seq, empty, [], seqs, already_applied=True, replay_id=replay_id)
     failpoints.hit("letters.promised")
-    return ReplayIntent(replay_id=late, previous_replay_id=after, dead_letters=len(seqs)), folded
+    return ReplayIntent(replay_id=replay_id, previous_replay_id=previous_replay_id, dead_letters=len(seqs)), folded
 
 
-def _try_replay(work: ReplayChangesWork, bundle: DeadLetterBatch, held: list[str]) -> _ReplayAttempt:
-    form, shape, seqs = work.location.spec, work.schema, bundle.seqs
-    each = form.mode is TableMode.APPEND
-    hint = EACH_HINT if each else IMAGE_HINT
-    if each:
-        made = convert_rows(
-            bundle.schema, shape, bundle.changes, value_from_text, kept=_retained_columns(work, bundle.schema, held)
+def _try_replay(work: ReplayChangesWork, bundle: DeadLetterBatch, lake_columns: list[str]) -> _ReplayAttempt:
+    spec, schema, seqs = work.location.spec, work.schema, bundle.seqs
+    is_append = spec.mode is TableMode.APPEND
+    hint = EACH_HINT if is_append else IMAGE_HINT
+    if is_append:
+        converted = convert_rows(
+            bundle.schema,
+            schema,
+            bundle.changes,
+            value_from_text,
+            lake_only_columns=_retained_columns(work, bundle.schema, lake_columns),
         )
-    elif (images := convert_rows_at_rest(bundle.schema, shape, bundle.changes, value_from_text)) is not None:
-        made = ConversionResult(changes=images, blocked={})
+    elif (images := convert_rows_at_rest(bundle.schema, schema, bundle.changes, value_from_text)) is not None:
+        converted = ConversionResult(changes=images, blocked={})
     else:
-        cause = ValueUnfit(_RESHAPED, table=shape.table, hint=IMAGE_HINT)
+        cause = ValueUnfit(_RESHAPED, table=schema.table, hint=IMAGE_HINT)
         return _ReplayAttempt(
-            bundle=bundle, accepted=shape.change_schema().empty_table(), causes=dict.fromkeys(seqs, cause)
+            bundle=bundle, accepted=schema.change_schema().empty_table(), causes=dict.fromkeys(seqs, cause)
         )
-    by = form.partitions_of(shape)
-    bad = find_rejectable_rows(shape, made.changes, by)
-    causes = {seqs[row]: unfit_cause(shape, made.changes, row, by, hint) for row in np.flatnonzero(bad).tolist()}
-    for row, (why, column) in made.blocked.items():
-        position = made.changes.column(change.POSITION)[row].as_py()
-        causes[seqs[row]] = ValueUnfit(why, table=shape.table, column=column, position=position, hint=hint)
-        bad[row] = True
-    return _ReplayAttempt(bundle=bundle, accepted=made.changes.filter(pa.array(~bad)), causes=causes)
+    partition_by = spec.partitions_of(schema)
+    rejected = find_rejectable_rows(schema, converted.changes, partition_by)
+    causes = {
+        seqs[row]: unfit_cause(schema, converted.changes, row, partition_by, hint)
+        for row in np.flatnonzero(rejected).tolist()
+    }
+    for row, (reason, column) in converted.blocked.items():
+        position = converted.changes.column(change.POSITION)[row].as_py()
+        causes[seqs[row]] = ValueUnfit(reason, table=schema.table, column=column, position=position, hint=hint)
+        rejected[row] = True
+    return _ReplayAttempt(bundle=bundle, accepted=converted.changes.filter(pa.array(~rejected)), causes=causes)
 
 
-def _retained_columns(work: ReplayChangesWork, shape: TableSchema, held: list[str]) -> set[str]:
-    """The letters' columns that only the lake table still has, perhaps put aside under another name."""
-    name_of = work.location.spec.lake_name
-    others = set(held) - set(work.location.spec.stored_schema(work.schema).names)
+def _retained_columns(work: ReplayChangesWork, schema: TableSchema, lake_columns: list[str]) -> set[str]:
+    """Return columns of the dead letters that only the lake table still has, possibly renamed `…__dropped…`."""
+    lake_name = work.location.spec.lake_name
+    extra = set(lake_columns) - set(work.location.spec.stored_schema(work.schema).names)
     return {
         name
-        for name in shape.names
-        if any(other == name_of(name) or other.startswith(f"{name_of(name)}__dropped") for other in others)
+        for name in schema.names
+        if any(other == lake_name(name) or other.startswith(f"{lake_name(name)}__dropped") for other in extra)
     }
 
 
-def _record_new_causes(letters: DeadLetterStore, seq: int, tried: _ReplayAttempt) -> None:
-    """Have letters say why they are still there, where that is news."""
-    bundle = tried.bundle
-    before = dict(zip(bundle.seqs, bundle.rows.column(CAUSE).to_pylist(), strict=True))
-    news = {number: cause for number, cause in tried.causes.items() if cause.headline != before[number]}
-    if news:
-        rows = bundle.changes.filter(pa.array([number in news for number in bundle.seqs]))
-        causes = [news[number] for number in bundle.seqs if number in news]
-        letters.write(bundle.schema, seq, rows, causes, [], origin=bundle.origin)
+def _record_new_causes(store: DeadLetterStore, seq: int, attempt: _ReplayAttempt) -> None:
+    """Store the current cause of dead letters whose cause has changed."""
+    bundle = attempt.bundle
+    old_causes = dict(zip(bundle.seqs, bundle.rows.column(CAUSE).to_pylist(), strict=True))
+    new_causes = {number: cause for number, cause in attempt.causes.items() if cause.headline != old_causes[number]}
+    if new_causes:
+        rows = bundle.changes.filter(pa.array([number in new_causes for number in bundle.seqs]))
+        causes = [new_causes[number] for number in bundle.seqs if number in new_causes]
+        store.write(bundle.schema, seq, rows, causes, [], origin=bundle.origin)
 
 
-def _fold_accepted(work: ReplayChangesWork, tried: list[_ReplayAttempt]) -> FoldedChanges:
-    """All that comes in, as the table takes it."""
-    form, shape = work.location.spec, work.schema
-    none = shape.change_schema().empty_table()
-    if form.mode is not TableMode.APPEND:
-        came = pa.concat_tables([none, *(one.accepted for one in tried)])
-        return fold_by_mode(form, shape, _with_op(came, Operation.INSERT))
-    changes = pa.concat_tables([none, *(_from_load(one.accepted, read=False) for one in tried)])
-    folded = fold_by_mode(form, shape, changes.sort_by(change.SEQ))
-    rows = [folded.rows, *(rows for one in tried for rows in _read_rows(work, one))]
+def _fold_accepted(work: ReplayChangesWork, attempts: list[_ReplayAttempt]) -> FoldedChanges:
+    """Fold the accepted changes by the table's mode."""
+    spec, schema = work.location.spec, work.schema
+    empty = schema.change_schema().empty_table()
+    if spec.mode is not TableMode.APPEND:
+        images = pa.concat_tables([empty, *(attempt.accepted for attempt in attempts)])
+        return fold_by_mode(spec, schema, _with_op(images, Operation.INSERT))
+    changes = pa.concat_tables([empty, *(_from_load(attempt.accepted, read=False) for attempt in attempts)])
+    folded = fold_by_mode(spec, schema, changes.sort_by(change.SEQ))
+    rows = [folded.rows, *(rows for attempt in attempts for rows in _read_rows(work, attempt))]
     return replace(folded, rows=pa.concat_tables(rows))
 
 
-def _read_rows(work: ReplayChangesWork, tried: _ReplayAttempt) -> Iterator[pa.Table]:
-    """Rows that a load could not bring, as it would have brought them."""
-    form, shape, read = work.location.spec, work.schema, _from_load(tried.accepted, read=True)
+def _read_rows(work: ReplayChangesWork, attempt: _ReplayAttempt) -> Iterator[pa.Table]:
+    """Yield rows that a load rejected, as the load would have written them."""
+    spec, schema, read = work.location.spec, work.schema, _from_load(attempt.accepted, read=True)
     if not read.num_rows:
         return
-    stored, said = form.stored_schema(shape), tried.bundle.origin
-    position = read.column(change.POSITION)[0].as_py() if said is None else said.position
-    # Where it is not on record they come before all that the log has for the table.
-    origin = LoadOrigin(seq=0 if said is None else said.seq, position=position, read_at=0)
-    own = read.select([change.stored_name(name) for name in shape.names]).rename_columns(shape.names)
-    rows = with_added_columns(form, shape, own.to_batches(), origin)
+    stored, origin_record = spec.stored_schema(schema), attempt.bundle.origin
+    position = read.column(change.POSITION)[0].as_py() if origin_record is None else origin_record.position
+    # Without a stored origin, the rows sort before everything that the log has for the table.
+    origin = LoadOrigin(seq=0 if origin_record is None else origin_record.seq, position=position, read_at=0)
+    values = read.select([change.stored_name(name) for name in schema.names]).rename_columns(schema.names)
+    rows = with_added_columns(spec, schema, values.to_batches(), origin)
     yield whole_rows(stored, pa.Table.from_batches(rows, pa.schema(stored.row_fields()))).rows
 
 
 def _from_load(changes: pa.Table, *, read: bool) -> pa.Table:
-    """Those that a load has read, or the others."""
+    """Return the changes that a load read, or the other ones."""
     return changes.filter(pa.array((changes.column(change.SEQ).to_numpy() < 0) == read))
 
 
 def _with_op(changes: pa.Table, operation: Operation) -> pa.Table:
-    place = changes.schema.get_field_index(change.OP)
-    named = pa.array([operation.value] * changes.num_rows, pa.string())
-    return changes.set_column(place, changes.schema.field(place), named)
+    index = changes.schema.get_field_index(change.OP)
+    operations = pa.array([operation.value] * changes.num_rows, pa.string())
+    return changes.set_column(index, changes.schema.field(index), operations)

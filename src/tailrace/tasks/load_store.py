@@ -1,18 +1,18 @@
-"""Loads on record, below `<log>/seed/`: what is wished for, what is planned, which chunks are in.
+"""Store load records, load requests and holds below `<log>/seed/`.
 
-    wishes/<id>.json      asked for by a person, until a load of it has landed
-    held/<id>.json        tables whose loads a person has paused or stopped
-    retries/<id>.json     tables that have failed and are to be tried again
-    <id>/plan.json        a load, written before its first chunk
-    <id>/chunk-<n>.json   a chunk whose rows lie, uncommitted, in the table's folder
-    <id>/letters-<n>.arrow  rows of the chunk that the table cannot hold, where they are set aside
-    <id>/landing.json     what the replay must pass, written before their one commit
-    <id>/reread-….json    a row was read again during the replay, which is a chunk too
-    landed/<id>.json      where a table that came from the load held rows newer than it said, for whoever goes back; and
-                          the source's time when they had been read
+    wishes/<id>.json      load request of a person, kept until the load commit
+    held/<id>.json        table whose loads a person has paused or stopped
+    retries/<id>.json     failed table to try again
+    <id>/plan.json        load record, written before the first chunk
+    <id>/chunk-<n>.json   chunk whose rows are staged in the table's folder
+    <id>/letters-<n>.arrow  dead letters of the chunk: rows that the table cannot hold
+    <id>/landing.json     position that the catch-up must pass, written before the load commit
+    <id>/reread-….json    row refetched during the catch-up: the catch-up must pass its position too
+    landed/<id>.json      ranges in which the table held rows newer than its position (a rebuild needs them), and the
+                          source's time when the rows had been read
 
-A load that died is found here and goes on with the chunks it lacks. Nothing here decides what a table holds: its
-own commit does, and that also says which load it came from.
+A load whose process died is found here and resumes with the chunks it lacks. Nothing here decides what a table holds:
+the table's own commit does, and that commit names its load.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from tailrace.tables.staging import StagedFile
 FOLDER = "seed"
 Record = TypeVar("Record")
 REMEMBERED_SECONDS = 90 * 86_400.0
-"""Longer than a Delta table's own log remembers its versions."""
+"""Age at which records of committed loads are removed: longer than a Delta table's own log keeps its versions."""
 AHEAD_RANGES_MAX = 500
-"""Of one load on record; then the two oldest count as one."""
+"""Ranges kept per load; above that, the two oldest are merged."""
 
 
 class LoadMode(enum.Enum):
-    """How rows that are read again come into a table that has some."""
+    """The way a reload writes rows into a table that already has some."""
 
     REPLACE = "replace"
-    """All files are new: one commit takes the old ones out and the new ones in."""
+    """One commit removes all old files and adds the new ones."""
     REFRESH = "refresh"
-    """Only rows that differ are written."""
+    """One commit writes only rows that differ."""
 
 
 class LoadHold(enum.Enum):
-    """What a person has decided about a table's loads."""
+    """A person's decision to pause or stop a table's loads."""
 
     PAUSED = "paused"
     STOPPED = "stopped"
@@ -65,7 +65,7 @@ class LoadHold(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """A person asks for a table to be read again."""
+    """A person's request to reload a table."""
 
     table: TableId
     mode: LoadMode = LoadMode.REPLACE
@@ -96,16 +96,16 @@ class LoadRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRecord:
-    """One load: what is read, in which pieces, and where the replay over them starts."""
+    """One load: its plan, its chunks, and the position at which its catch-up starts."""
 
     plan: Plan
     snapshot_position: Lsn | None
-    """Of the exact snapshot that it began with; what committed up to here is in every chunk."""
+    """Position of an exact load's snapshot: every chunk has what was committed up to it. None for a chunked load."""
     barrier: BarrierSnapshot | None = None
-    """What it began with otherwise."""
+    """Barrier of a chunked load; None for an exact one."""
     request: LoadRequest | None = None
     spec: TableSpec = PLAIN_MIRROR
-    """Of the lake table: what is staged has its shape."""
+    """Spec of the lake table; staged files follow it."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     begun_at: float = field(default_factory=time.time)
 
@@ -115,10 +115,10 @@ class LoadRecord:
 
     @property
     def log_needed_after(self) -> Lsn:
-        """The replay starts here or later, so the log must hold everything after it."""
+        """Earliest position at which the catch-up may start; the log must keep everything after it."""
         if self.snapshot_position is not None:
             return self.snapshot_position
-        assert self.barrier is not None, "one of the two"
+        assert self.barrier is not None, "a chunked load has a barrier"
         return self.barrier.floor
 
     def to_json(self) -> dict[str, Any]:
@@ -147,20 +147,23 @@ class LoadRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedChunk:
-    """A chunk whose rows are in files that no commit names yet."""
+    """A chunk whose rows are in staged files."""
 
     chunk: int
     files: tuple[StagedFile, ...]
     keys: tuple[StagedFile, ...] = ()
-    """Of all rows of the chunk, where `files` has only those that fulfil a condition; or of rows that were set aside,
-    where what the table has of them is to stay."""
+    """Files with keys of rows that the table keeps although `files` lacks them.
+
+    With a condition these are the keys of all rows of the chunk. Otherwise they are keys of rejected rows whose earlier
+    state the table keeps.
+    """
     rows: int
     bytes: int
     seconds: float
     seen_until: Lsn
-    """Everything that its snapshot saw ended at or before this."""
+    """Position at or before which everything in the chunk's snapshot was committed."""
     dead_letters: int = 0
-    """Rows that the table cannot hold, which were set aside."""
+    """Rows that became dead letters because the table cannot hold them."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -189,122 +192,139 @@ class StagedChunk:
 
 
 class PositionRange(NamedTuple):
-    """From a position on, and before another."""
+    """A range of positions that includes its start and excludes its end."""
 
     start: Lsn
     end: Lsn
 
 
 class CommittedLoad(NamedTuple):
-    """What is remembered of a load that a table comes from."""
+    """Facts that are kept about a committed load."""
 
     ahead_ranges: list[PositionRange]
-    """Where the table held rows newer than it said."""
+    """Ranges of applied positions at which the table may hold newer rows."""
     source_time: int | None
-    """No row that the load read was committed later, by the source's clock, in µs since 1970; None: not known."""
+    """Latest source commit time of any row that was read, in µs since 1970; None: not known."""
 
     def ahead_until(self, position: Lsn) -> Lsn | None:
-        """What the log must pass before the table, if it stands here, holds no row that is newer than it says; None: it
-        holds none."""
-        return next((span.end for span in self.ahead_ranges if span.start <= position < span.end), None)
+        """Return the position up to which a table at `position` may hold newer rows.
+
+        Once the log has been applied up to it, no row is newer than the applied position. None: no row is newer now.
+        """
+        return next((one.end for one in self.ahead_ranges if one.start <= position < one.end), None)
 
 
 class LoadStore:
-    """The records of one log. Plain: a task may have one too."""
+    """Load records of one log; plain data, so that tasks can use it too."""
 
     def __init__(self, log: LogPath) -> None:
         self._path = log / FOLDER
 
     # Loads.
 
-    def begin(self, seed: LoadRecord) -> None:
-        """Write the plan down; from here on the load survives us."""
-        files.make_folder(self.folder(seed.id))
-        _write(self.folder(seed.id) / "plan.json", seed.to_json())
+    def begin(self, record: LoadRecord) -> None:
+        """Write the plan; from now on the load survives the end of this process."""
+        files.make_folder(self.folder(record.id))
+        _write(self.folder(record.id) / "plan.json", record.to_json())
 
     def unfinished_loads(self) -> list[LoadRecord]:
-        """Every load that has begun and is not over, oldest first. One that cannot be read is none."""
-        return sorted(_read_all(self._path, "*/plan.json", LoadRecord.from_json), key=lambda seed: seed.begun_at)
+        """Return every load that has begun and not ended, oldest first; skip unreadable records."""
+        return sorted(_read_all(self._path, "*/plan.json", LoadRecord.from_json), key=lambda record: record.begun_at)
 
-    def folder(self, seed: str) -> LogPath:
-        return self._path / seed
+    def folder(self, load: str) -> LogPath:
+        return self._path / load
 
-    def record_chunk(self, seed: str, staged: StagedChunk) -> None:
-        """A chunk is in. Its files are durable."""
-        _write(self.folder(seed) / f"chunk-{staged.chunk:06d}.json", staged.to_json())
+    def record_chunk(self, load: str, staged: StagedChunk) -> None:
+        """Record a staged chunk. Its files must be durable."""
+        _write(self.folder(load) / f"chunk-{staged.chunk:06d}.json", staged.to_json())
 
-    def staged_chunks(self, seed: str) -> dict[int, StagedChunk]:
-        found = _read_all(self.folder(seed), "chunk-*.json", StagedChunk.from_json)
-        return {chunk.chunk: chunk for chunk in found}
+    def staged_chunks(self, load: str) -> dict[int, StagedChunk]:
+        chunks = _read_all(self.folder(load), "chunk-*.json", StagedChunk.from_json)
+        return {chunk.chunk: chunk for chunk in chunks}
 
-    def store_dead_letters(self, seed: str, chunk: int, shape: TableSchema, letters: pa.Table) -> None:
-        """Rows of a chunk that the table cannot hold; durable before the chunk's own record."""
-        path = self._letters_of(seed, chunk)
+    def store_dead_letters(self, load: str, chunk: int, schema: TableSchema, dead_letters: pa.Table) -> None:
+        """Store the dead letters of a chunk durably; to be called before the chunk is recorded."""
+        path = self._dead_letters_path(load, chunk)
         with files.explain_errors(path):
-            files.replace_durably(path, encode_dead_letters(shape, letters))
+            files.replace_durably(path, encode_dead_letters(schema, dead_letters))
 
-    def dead_letters(self, seed: str, chunks: Iterable[StagedChunk]) -> list[DeadLetterBatch]:
-        """Those of chunks that are in, in order."""
-        return [read_dead_letters(self._letters_of(seed, one.chunk)) for one in chunks if one.dead_letters]
+    def dead_letters(self, load: str, chunks: Iterable[StagedChunk]) -> list[DeadLetterBatch]:
+        """Return the dead letters of staged chunks, in the order of the chunks."""
+        return [
+            read_dead_letters(self._dead_letters_path(load, staged.chunk)) for staged in chunks if staged.dead_letters
+        ]
 
-    def _letters_of(self, seed: str, chunk: int) -> LogPath:
-        return self.folder(seed) / f"letters-{chunk:06d}.arrow"
+    def _dead_letters_path(self, load: str, chunk: int) -> LogPath:
+        return self.folder(load) / f"letters-{chunk:06d}.arrow"
 
-    def record_commit(self, seed: str, passed: Lsn, time: int | None = None) -> None:
-        """The commit is about to be made; the table is whole once the replay has passed this. Nothing that was read was
-        committed later than that time of the source."""
-        _write(self.folder(seed) / "landing.json", {"passed": str(passed)})
-        self.record_ahead_range(seed, passed, time=time)
+    def record_commit(self, load: str, until: Lsn, time: int | None = None) -> None:
+        """Record, before the load commit, the position that the catch-up must pass.
 
-    def record_refetch(self, load: str, since: Lsn, seen: Lsn) -> None:
-        """A row was read again, for the commit that brings the table to `since`. A replay of the load must pass what
-        was seen, too. Before that commit: whoever finds the table there must know."""
+        `time` is the source's time; nothing that was read was committed later.
+        """
+        _write(self.folder(load) / "landing.json", {"passed": str(until)})
+        self.record_ahead_range(load, until, time=time)
+
+    def record_refetch(self, load: str, since: Lsn, seen_until: Lsn) -> None:
+        """Record that the table commit with position `since` contains a refetched row.
+
+        To be called before that commit, because any later process must know it. The catch-up of the load must pass
+        `seen` too.
+        """
         if (self.folder(load) / "plan.json").exists():
-            _write(self.folder(load) / f"reread-{uuid.uuid4().hex[:12]}.json", {"passed": str(seen)})
-        self.record_ahead_range(load, seen, since=since)
+            _write(self.folder(load) / f"reread-{uuid.uuid4().hex[:12]}.json", {"passed": str(seen_until)})
+        self.record_ahead_range(load, seen_until, since=since)
 
-    def record_ahead_range(self, load: str, passed: Lsn, *, since: Lsn = ZERO, time: int | None = None) -> None:
-        """A table that comes from the load may hold rows newer than it says, from a position on and before another."""
+    def record_ahead_range(self, load: str, until: Lsn, *, since: Lsn = ZERO, time: int | None = None) -> None:
+        """Record a range of applied positions at which the table may hold newer rows."""
         files.make_folder(self._path / "landed")
-        before = self.committed_load(load) or CommittedLoad([], None)
-        spans = _joined([*before.ahead_ranges, PositionRange(since, passed)])
-        last = max(span.end for span in spans)
+        earlier = self.committed_load(load) or CommittedLoad([], None)
+        ranges = _merge_ranges([*earlier.ahead_ranges, PositionRange(since, until)])
+        ahead_until = max(one.end for one in ranges)
         stored = {
-            "passed": str(last),
-            "spans": [[str(span.start), str(span.end)] for span in spans],
-            "time": before.source_time if time is None else time,
+            "passed": str(ahead_until),
+            "spans": [[str(one.start), str(one.end)] for one in ranges],
+            "time": earlier.source_time if time is None else time,
         }
         _write(self._path / "landed" / f"{load}.json", stored)
 
     def committed_load(self, load: str) -> CommittedLoad | None:
-        """What is remembered of a load; None: nothing is."""
-        return next(_read_all(self._path / "landed", f"{load}.json", _landed), None)
+        """Return the facts kept about a committed load; None: none are kept."""
+        return next(_read_all(self._path / "landed", f"{load}.json", _committed_load), None)
 
     def ahead_ranges(self, load: str) -> list[PositionRange] | None:
-        """Where a table that came from a load held rows newer than it said; None: not known."""
-        landed = self.committed_load(load)
-        return None if landed is None else landed.ahead_ranges
+        """Return the applied positions at which the table held newer rows; None: not known."""
+        committed = self.committed_load(load)
+        return None if committed is None else committed.ahead_ranges
 
     def ahead_until(self, load: str, position: Lsn) -> Lsn | None:
-        """What the log must pass before a table that came from a load, and stands here, holds no row that is newer than
-        it says; None: it holds none now, or nothing is known of the load."""
-        landed = self.committed_load(load)
-        return None if landed is None else landed.ahead_until(position)
+        """Return the position up to which a table at `position` may hold newer rows.
 
-    def catch_up_until(self, seed: str) -> Lsn | None:
-        """What the replay of a load must pass; None if it is not about to land."""
-        landing = list(_read_all(self.folder(seed), "landing.json", _passed))
-        return max([*landing, *_read_all(self.folder(seed), "reread-*.json", _passed)]) if landing else None
+        None: no row is newer now, or nothing is known about the load.
+        """
+        committed = self.committed_load(load)
+        return None if committed is None else committed.ahead_until(position)
 
-    def end(self, seed: LoadRecord) -> None:
-        """The load is over, or is given up. Without its plan it is none, whatever else is left of it."""
+    def catch_up_until(self, load: str) -> Lsn | None:
+        """Return the position that the catch-up of a load must pass; None before its load commit is recorded."""
+        commit = list(_read_all(self.folder(load), "landing.json", _passed))
+        return max([*commit, *_read_all(self.folder(load), "reread-*.json", _passed)]) if commit else None
+
+    def end(self, record: LoadRecord) -> None:
+        """Remove a load that ended or was given up.
+
+        The plan goes first: without it, the remaining files no longer count as a load.
+        """
         with suppress(FileNotFoundError):
-            (self.folder(seed.id) / "plan.json").unlink()
-        files.delete_folder(self.folder(seed.id))
+            (self.folder(record.id) / "plan.json").unlink()
+        files.delete_folder(self.folder(record.id))
 
     def remove_leftovers(self, used: Collection[str] | None = ()) -> None:
-        """Remove what is left of loads that are over. What is known of those that a table comes from, or of which a
-        seed is kept, stays for as long again; None: it is not known which. Only for the one who begins loads."""
+        """Remove what ended loads left behind; only for the process that begins loads.
+
+        Records of loads in `used` (of tables, or of kept loads) stay for another
+        `REMEMBERED_SECONDS`. None: it is not known which loads are used, so all records stay.
+        """
         for record in self._path.glob("landed/*.json"):
             with suppress(OSError):
                 if files.modified_at(record) >= time.time() - REMEMBERED_SECONDS:
@@ -317,35 +337,37 @@ class LoadStore:
             if folder.name not in ("wishes", "held", "retries", "landed") and not (folder / "plan.json").exists():
                 files.delete_folder(folder)
 
-    # Wishes and holds.
+    # Load requests and holds.
 
-    def add_request(self, wish: LoadRequest) -> None:
+    def add_request(self, request: LoadRequest) -> None:
         files.make_folder(self._path / "wishes")
-        _write(self._path / "wishes" / f"{wish.id}.json", wish.to_json())
+        _write(self._path / "wishes" / f"{request.id}.json", request.to_json())
 
     def requests(self) -> list[LoadRequest]:
-        """Oldest first."""
-        return sorted(_read_all(self._path, "wishes/*.json", LoadRequest.from_json), key=lambda wish: wish.requested_at)
+        """Return the open load requests, oldest first."""
+        return sorted(
+            _read_all(self._path, "wishes/*.json", LoadRequest.from_json), key=lambda request: request.requested_at
+        )
 
-    def complete_request(self, wish: LoadRequest) -> None:
+    def complete_request(self, request: LoadRequest) -> None:
         with suppress(FileNotFoundError):
-            (self._path / "wishes" / f"{wish.id}.json").unlink()
+            (self._path / "wishes" / f"{request.id}.json").unlink()
 
-    def set_hold(self, table: TableId, what: LoadHold | None) -> None:
-        """Hold a table's loads back, or let them go on."""
+    def set_hold(self, table: TableId, hold: LoadHold | None) -> None:
+        """Pause or stop a table's loads; None removes the hold."""
         path = self._path / "held" / f"{table_token(table)}.json"
-        if what is None:
+        if hold is None:
             with suppress(FileNotFoundError):
                 path.unlink()
             return
         files.make_folder(path.parent)
-        _write(path, {"schema": table.schema, "table": table.name, "what": what.value})
+        _write(path, {"schema": table.schema, "table": table.name, "what": hold.value})
 
     def holds(self) -> dict[TableId, LoadHold]:
-        return dict(_read_all(self._path, "held/*.json", _held))
+        return dict(_read_all(self._path, "held/*.json", _hold_from_json))
 
     def request_retry(self, table: TableId) -> None:
-        """Ask for a table that has failed to be tried again."""
+        """Ask the running process to try a failed table again."""
         path = self._path / "retries" / f"{table_token(table)}.json"
         files.make_folder(path.parent)
         _write(path, {"schema": table.schema, "table": table.name})
@@ -367,26 +389,26 @@ def _passed(stored: dict[str, Any]) -> Lsn:
     return Lsn.parse(stored["passed"])
 
 
-def _landed(stored: dict[str, Any]) -> CommittedLoad:
-    """Also of a record that says only what was passed last."""
-    found = [PositionRange(Lsn.parse(start), Lsn.parse(end)) for start, end in stored.get("spans", ())]
-    return CommittedLoad(found or [PositionRange(ZERO, _passed(stored))], stored.get("time"))
+def _committed_load(stored: dict[str, Any]) -> CommittedLoad:
+    """Parse a record; older ones have only the last position, without ranges."""
+    ranges = [PositionRange(Lsn.parse(start), Lsn.parse(end)) for start, end in stored.get("spans", ())]
+    return CommittedLoad(ranges or [PositionRange(ZERO, _passed(stored))], stored.get("time"))
 
 
-def _joined(spans: Iterable[PositionRange]) -> list[PositionRange]:
-    """The same with those that overlap as one, in order."""
-    found: list[PositionRange] = []
-    for span in sorted(spans):
-        if found and span.start < found[-1].end:
-            found[-1] = PositionRange(found[-1].start, max(found[-1].end, span.end))
+def _merge_ranges(ranges: Iterable[PositionRange]) -> list[PositionRange]:
+    """Return the ranges in order, with overlapping ones merged."""
+    merged: list[PositionRange] = []
+    for one in sorted(ranges):
+        if merged and one.start < merged[-1].end:
+            merged[-1] = PositionRange(merged[-1].start, max(merged[-1].end, one.end))
         else:
-            found.append(span)
-    if len(found) > AHEAD_RANGES_MAX:
-        found[:2] = [PositionRange(found[0].start, found[1].end)]
-    return found
+            merged.append(one)
+    if len(merged) > AHEAD_RANGES_MAX:
+        merged[:2] = [PositionRange(merged[0].start, merged[1].end)]
+    return merged
 
 
-def _held(stored: dict[str, Any]) -> tuple[TableId, LoadHold]:
+def _hold_from_json(stored: dict[str, Any]) -> tuple[TableId, LoadHold]:
     return _table(stored), LoadHold(stored["what"])
 
 
@@ -395,7 +417,7 @@ def _table(stored: dict[str, Any]) -> TableId:
 
 
 def _read_all(folder: LogPath, pattern: str, parse: Callable[[dict[str, Any]], Record]) -> Iterator[Record]:
-    """The records of a kind. One that cannot be read is none: what it stood for is done again."""
+    """Yield the records of one kind; skip unreadable ones, because what they recorded is done again."""
     with files.explain_store_errors(folder):
         found = files.matching_files(folder, pattern)
     for path in found:

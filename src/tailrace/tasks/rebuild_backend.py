@@ -1,8 +1,8 @@
-"""Who makes a table anew for a rebuild: what the two formats do in their own way, behind one port.
+"""Port for rebuilding a lake table, and its implementation for Delta.
 
-What must stay true, whoever it is: the new table is made beside the one that is there, which is not touched until the
-one commit of `swap`, and which is the new one after it, with its position. Changes are applied stretch by stretch, as a
-pipeline applies them, but nothing is set aside and nothing is asked of the source.
+Invariants for every implementation: the new table is made in another folder. The existing table stays untouched until
+the one commit of `swap`, which gives it the content and position of the new one. Changes are applied range by range, as
+a pipeline does. But nothing becomes a dead letter, and the source is never read.
 """
 
 from __future__ import annotations
@@ -23,73 +23,75 @@ from tailrace.tables.port import AppliedPosition
 from tailrace.tasks.apply import read_changes
 from tailrace.tasks.work import ApplyWork
 
-FILES_REMOVED = "files of it were removed"
+FILES_REMOVED = "some of its files were removed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyRangeResult:
-    """What a stretch of changes came to."""
+    """Result of applying one range of changes."""
 
     applied_position: AppliedPosition
     changes: int
 
 
 class RebuildSession(Protocol):
-    """One new table."""
+    """One new table that is being rebuilt."""
 
     @property
     def location(self) -> TableLocation:
-        """Where it is made."""
+        """Location of the new table."""
         ...
 
     def restore_base(self, base: RebuildBase) -> int:
-        """Make it what a version, or a kept seed, was; how many rows that is."""
+        """Restore the rows of a table version or a kept load; return their number."""
         ...
 
     def evolve(self, recast: Recast, expected: AppliedPosition) -> None:
-        """Give it another shape, where it stands."""
+        """Recast the new table at its applied position."""
         ...
 
     def apply(self, work: ApplyWork, *, mixed: bool) -> ApplyRangeResult:
-        """Bring it to the end of the work, or to that part of it that is asked for; with no change in that part it
-        stays where it is. With `mixed` some rows may be newer than the position says, and a value that only the source
-        can tell is refused (`BaseRowMissing`)."""
+        """Apply the work, up to `work.until` if that is set.
+
+        Without a change in that range the position stays as it is. With `mixed`, rows may be newer than the position,
+        and an unsent value that only the source has is refused (`BaseRowMissing`).
+        """
         ...
 
-    def swap(self, cursor: AppliedPosition) -> int:
-        """Make the table the new one, at this position, in one commit; how many rows it has."""
+    def swap(self, position: AppliedPosition) -> int:
+        """Replace the table with the new one, at this position, in one commit; return its number of rows."""
         ...
 
 
 class RebuildBackend(Protocol):
-    """Of one table."""
+    """Rebuilds of one table."""
 
     def why_unavailable(self, base: RebuildBase) -> str | None:
-        """Why the rows of a version cannot be had; None if they can."""
+        """Return why the rows of a version cannot be read; None if they can."""
         ...
 
     def open_rebuild(self) -> AbstractContextManager[RebuildSession]:
-        """A new table; what is not swapped in is gone in the end."""
+        """Begin a new table; it is removed at the end unless it was swapped in."""
         ...
 
 
 class DeltaRebuildBackend:
-    """Of a Delta table: delta-rs makes it, in this process, for every engine."""
+    """Rebuilds of a Delta table: delta-rs makes them, in this process, for every engine."""
 
-    def __init__(self, place: TableLocation) -> None:
-        self._place = place
+    def __init__(self, location: TableLocation) -> None:
+        self._location = location
 
     def why_unavailable(self, base: RebuildBase) -> str | None:
-        if needs_connector(self._place.path, base.version):
+        if needs_connector(self._location.path, base.version):
             return "it has deletion vectors or column mapping"
         try:
-            files_at(self._place.path, base.version)
+            files_at(self._location.path, base.version)
         except TableUnusable:
             return FILES_REMOVED
         return None
 
     def open_rebuild(self) -> AbstractContextManager[RebuildSession]:
-        return _DeltaRebuildSession(self._place)
+        return _DeltaRebuildSession(self._location)
 
 
 class _DeltaRebuildSession(DeltaTableRebuild):
@@ -102,22 +104,27 @@ class _DeltaRebuildSession(DeltaTableRebuild):
 
     def apply(self, work: ApplyWork, *, mixed: bool) -> ApplyRangeResult:
         changes = read_changes(work)
-        cursor = work.position_after
+        position_after = work.position_after
         if work.until is not None:
             if not changes.num_rows:
                 return ApplyRangeResult(applied_position=work.expected, changes=0)
-            cursor = replace(work.expected, seq=changes.column(change.SEQ)[-1].as_py())
+            position_after = replace(work.expected, seq=changes.column(change.SEQ)[-1].as_py())
         folded = fold_by_mode(work.location.spec, work.schema, changes)
-        reread = (lambda _: refuse_refetch(work.table)) if mixed else None
-        applied = self.location.open().apply(work.schema, folded, work.expected, cursor, touch=True, reread=reread)
+        refetch = (lambda _: refuse_refetch(work.table)) if mixed else None
+        applied = self.location.open().apply(
+            work.schema, folded, work.expected, position_after, touch=True, refetch=refetch
+        )
         return ApplyRangeResult(applied_position=applied.applied_position, changes=changes.num_rows)
 
 
 def refuse_refetch(table: TableId) -> NoReturn:
-    """Whoever applies asks the source for a row whose large values did not come, and whose row of before is not there,
-    or may be another's by now."""
+    """Refuse to refetch a row that a change with unsent values builds on.
+
+    Called when the earlier row is missing, or may be another row by now.
+    """
     raise BaseRowMissing(
-        "a change leaves out values that only the source can tell, for the load was read in chunks",
+        "an update has unsent values that the rebuilt table lacks: the load was chunked, and a rebuild cannot read the "
+        "source",
         table=table,
         hint=RELOAD_TABLE_HINT,
     )

@@ -1,4 +1,8 @@
-"""Rows read from the source again, by key, in a task."""
+"""Refetch rows from the source by key, in a Spark task.
+
+A row is read only once the source shows every transaction it is read for. The row may be newer than the table's
+applied position; that is recorded before the commit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from tailrace.tasks.load_store import LoadStore
 from tailrace.tasks.work import ApplyWork
 
 SEEN_SECONDS_MAX, SEEN_PAUSE_SECONDS = 20.0, 0.2
-"""For a commit to be seen that is in the log."""
+"""Limits of the wait until the source shows a transaction that the log already has."""
 
 
 def refetch_changed_rows(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:
@@ -25,33 +29,37 @@ def refetch_changed_rows(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> 
 
 
 def refetch_rows(work: ApplyWork, transactions: Sequence[int], keys: pa.Table) -> pa.Table:
-    """The rows as the source has them now, these transactions included.
+    """Return the rows as the source has them now, with these transactions included.
 
-    That they may be newer than the table will say is on record before the commit.
+    The rows may be newer than the table's position after the commit. Record that before the commit.
     """
-    assert work.reader is not None, "whoever calls has one"
-    form, shape = work.location.spec, work.schema
-    keys = keys.rename_columns([name for name in shape.names if name in shape.key])
-    rows, seen = fetch_rows(work.reader, shape, keys, transactions)
+    assert work.reader is not None, "only called with a reader"
+    spec, schema = work.location.spec, work.schema
+    keys = keys.rename_columns([name for name in schema.names if name in schema.key])
+    rows, seen_until = fetch_rows(work.reader, schema, keys, transactions)
     if work.expected.load is not None:
-        LoadStore(work.log).record_refetch(work.expected.load, work.position_after.position, seen)
-    return rows.rename_columns([form.lake_name(name) for name in rows.column_names])
+        LoadStore(work.log).record_refetch(work.expected.load, work.position_after.position, seen_until)
+    return rows.rename_columns([spec.lake_name(name) for name in rows.column_names])
 
 
 def fetch_rows(
-    source: SnapshotReader, shape: TableSchema, keys: pa.Table, transactions: Sequence[int]
+    source: SnapshotReader, schema: TableSchema, keys: pa.Table, transactions: Sequence[int]
 ) -> tuple[pa.Table, Lsn]:
-    """The rows with these keys, once the transactions are seen; and what everything seen ended at or before."""
+    """Return the rows with these keys once the source shows the transactions, and a position.
+
+    Everything that the read saw was committed at or before that position.
+    """
     deadline = time.monotonic() + SEEN_SECONDS_MAX
     while time.monotonic() < deadline:
         with source as reader:
-            reader.lock_schema(shape)
+            reader.lock_schema(schema)
             if reader.sees_all(transactions):
-                rows = pa.Table.from_batches(reader.rows_by_key(shape, keys), pa.schema(shape.row_fields()))
+                rows = pa.Table.from_batches(reader.rows_by_key(schema, keys), pa.schema(schema.row_fields()))
                 return rows, reader.position()
         time.sleep(SEEN_PAUSE_SECONDS)
     raise SourceSlow(
-        "a commit is in the server's log and cannot be seen yet",
-        table=shape.table,
-        hint="It is tried again. Does the commit wait for a synchronous standby? See pg_stat_activity.",
+        "a transaction in the source log is not visible in the source yet",
+        table=schema.table,
+        hint="Wait: the read is tried again. If it keeps failing, see in pg_stat_activity whether the commit waits for "
+        "a synchronous standby.",
     )

@@ -1,8 +1,7 @@
-"""What runs inside Spark tasks: reading a chunk of a table, and applying a stretch of the log to one.
+"""Plain data that Spark tasks take and return: pieces of work, and their outcomes.
 
-Work is plain data and an outcome is plain data; a row never passes the driver. A task may be run twice: the
-table's own position makes the second run do nothing. One table's failure is an outcome, not an exception, so
-it holds back only that table.
+A row never passes the driver. A task may run twice: the table's applied position makes the second run do nothing. The
+failure of one table is an outcome, not an exception, so it holds back only that table.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tailrace.tasks.load_store import StagedChunk
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkWork:
-    """Read one chunk of a table into files beside its lake table, and put that on record."""
+    """Read one chunk of a table into staged files, and record that."""
 
     schema: TableSchema
     chunk: Chunk
@@ -39,22 +38,22 @@ class ChunkWork:
     log: LogPath
     load_id: str
     progress_file: Path
-    """Where to note how many rows are in."""
+    """File that receives the number of rows read so far."""
     spec: TableSpec = PLAIN_MIRROR
-    """Of the lake table,"""
+    """Spec of the lake table."""
     origin: LoadOrigin = NO_ORIGIN
-    """and what its rows then say of where they come from."""
+    """Values of the metadata columns for the rows that are read."""
     has_field_ids: bool = False
-    """Whether the columns of the files are known by numbers, as Iceberg has it."""
+    """True if the files identify columns by number, as Iceberg does."""
     file_bytes: int = FILE_BYTES
-    """The size of file that is aimed at."""
+    """Target size of a file."""
     dead_letters_enabled: bool = False
-    """Whether rows that the table cannot hold are set aside."""
+    """True if rows that the table cannot hold become dead letters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommitLoadWork:
-    """Make staged files all that a lake table holds."""
+    """Replace the content of a lake table with staged files."""
 
     schema: TableSchema
     location: TableLocation
@@ -65,46 +64,46 @@ class CommitLoadWork:
 
 @dataclass(frozen=True, kw_only=True)
 class RefreshWork:
-    """Make a lake table equal to what a load has staged, by writing what differs."""
+    """Make a lake table equal to a load's staged rows by writing what differs."""
 
     schema: TableSchema
     location: TableLocation
     log: LogPath
     load_id: str
     is_partial: bool
-    """Whether only rows that fulfil a condition were read, beside all keys."""
+    """True if the load read only rows that fulfil a condition, and all keys."""
     position_after: AppliedPosition
     origin: LoadOrigin
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyWork:
-    """Apply one table's slices of the log, in order, in one commit of its lake table."""
+    """Apply one table's slices of the log, in order, in one table commit."""
 
     table: TableId
     log: LogPath
     location: TableLocation
     slices: tuple[Slice, ...]
-    """Which rows; where they lie is looked up when they are read, for the log may be sealed meanwhile."""
+    """Rows to apply. The task looks up their files when it reads them, because the log may be sealed meanwhile."""
     schema: TableSchema
     expected: AppliedPosition
     position_after: AppliedPosition
     reader: SnapshotReader | None = None
-    """To read rows again whose large values did not come; None where all of them must be there."""
+    """Reader that refetches rows with unsent values; None where every value must be in the log or the table."""
     dead_letters_enabled: bool = False
-    """Whether changes that the table cannot take are set aside."""
+    """True if changes that the table cannot take become dead letters."""
     until: Lsn | None = None
-    """Where it ends, if that is inside the last slice."""
+    """Position at which the range ends, if that is inside the last slice."""
 
     @property
     def may_refetch(self) -> bool:
-        """Whether the table can take a change that leaves out values which are nowhere, as `Step` has it."""
+        """True if unsent values that neither log nor table has are refetched (see `ApplyStep`)."""
         return self.reader is not None and not self.dead_letters_enabled
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvolveWork:
-    """Make one lake table one of a new shape, where it stands."""
+    """Recast a lake table to a new schema at its applied position."""
 
     table: TableId
     location: TableLocation
@@ -114,7 +113,7 @@ class EvolveWork:
 
 @dataclass(frozen=True, kw_only=True)
 class CompactWork:
-    """Join a lake table's small files, where it stands."""
+    """Compact a lake table's small files at its applied position."""
 
     table: TableId
     location: TableLocation
@@ -124,39 +123,39 @@ class CompactWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a piece of work."""
+    """Result of a piece of work."""
 
     table: TableId
     rows: int = 0
     seconds: float = 0.0
     cpu_seconds: float | None = None
-    """Of the process that did it, where it did nothing else meanwhile; None: that is not known."""
+    """CPU time of the process, if it did nothing else meanwhile; None: not known."""
     applied_position: AppliedPosition | None = None
     schema: TableSchema | None = None
     staged: StagedChunk | None = None
     bytes_changed: int = 0
-    """Of the changes, as a table's files would hold them, about;"""
+    """Estimated size of the changes in the table's files."""
     bytes_written: int = 0
-    """and of the files that it took to write them."""
+    """Size of the files that were written for them."""
     version: int | None = None
-    """Of the table as it is now."""
+    """Version of the lake table after the work."""
     upkeep_result: UpkeepResult | None = None
     dead_letters: int = 0
-    """Changes that were set aside, or that are still open after they were tried again."""
+    """Changes that became dead letters, or that are still open after a replay."""
     seen_until: Lsn | None = None
-    """What the table must pass before what was read again may come into it."""
+    """Position that the table must pass before refetched rows may be written into it."""
     needs_refetch: bool = False
-    """Whether it is to be read once more, for something has changed since."""
+    """True if rows must be refetched once more because they changed since."""
     error: TailraceError | None = None
 
 
 def as_tailrace_error(error: Exception) -> TailraceError:
-    """Any failure as an error that can be shown; a defect of ours says so."""
+    """Return any failure as an error that can be shown; a defect in our code says so."""
     if isinstance(error, TailraceError):
         return error
-    # Only where it happened: the text of an error that nobody foresaw may hold a row's values.
+    # The message names only the line of our code: the text of an unforeseen error may contain values of a row.
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return TableFailed(
         f"unexpected {type(error).__name__} in {frame.name} ({Path(frame.filename).name}:{frame.lineno})",
-        hint="Run again; if it comes back, report it with the file status/spark.log of the log.",
+        hint="Run it again. If it fails again, report it with the file status/spark.log of the log.",
     )

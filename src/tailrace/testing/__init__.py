@@ -1,1 +1,1 @@
-"""For tests of what a user builds on Tailrace: what it promises, as checks that anyone can run."""
+"""Tests for what users build on Tailrace: its promises as checks that anyone can run."""

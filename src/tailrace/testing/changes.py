@@ -1,4 +1,6 @@
-"""Tables and changes for tests, as a server would send them: whole rows, partial ones, and keys that change.
+"""Builds tables and changes for tests, as a server would send them.
+
+There are whole rows, partial ones, and keys that change.
 
 ```python
 orders = table("public.orders", id=pa.int64(), status=pa.string(), note=pa.string())
@@ -36,22 +38,23 @@ def table(
     columns: Mapping[str, pa.DataType] | None = None,
     **named: pa.DataType,
 ) -> TableSchema:
-    """A table from `schema.name` and its columns, the first of which is the key unless `key` says otherwise.
+    """Return a table with this `schema.name` and these columns. The first is the key by default.
 
-    `relation` is what a server knows it by: the same under another name is a table that was renamed, another under the
-    same name one that was made anew. By default each name has its own, the same each time.
+    `key` names other key columns. `relation` is the server's number for the table. The same number under another name
+    is a renamed table; another number under the same name is a table that was dropped and created again. By default
+    each name has its own number, the same each time.
     """
-    found = dict(columns or {}) | named
+    types = dict(columns or {}) | named
     schema, _, plain = name.rpartition(".") if isinstance(name, str) else ("", "", "")
     if not schema or not plain:
-        raise ConfigError("that is no name of a table", name=ascii(name), hint='Write `table("public.orders", …)`.')
-    keyed = tuple(found)[:1] if key is None else tuple(key)
-    if lacking := [column for column in keyed if column not in found]:
+        raise ConfigError("the name of a table is invalid", name=ascii(name), hint='Write `table("public.orders", …)`.')
+    keyed = tuple(types)[:1] if key is None else tuple(key)
+    if lacking := [column for column in keyed if column not in types]:
         raise ConfigError(
             "the key names a column that the table does not have",
             table=name,
             column=lacking[0],
-            hint="Name columns in `key` that are among its columns.",
+            hint="Name only columns of the table in `key`.",
         )
     number = zlib.crc32(f"{schema}\0{plain}".encode()) if relation is None else relation
     return TableSchema(
@@ -59,7 +62,7 @@ def table(
         relation=number,
         key=keyed,
         identity=Identity.KEY if keyed else Identity.FULL,
-        columns=tuple(Column(name=column, source_type=str(kind), type=kind) for column, kind in found.items()),
+        columns=tuple(Column(name=column, source_type=str(kind), type=kind) for column, kind in types.items()),
     )
 
 
@@ -71,15 +74,15 @@ def altered(
     rename: Mapping[str, str] | None = None,
     retype: Mapping[str, pa.DataType] | None = None,
 ) -> TableSchema:
-    """The next version of a table's shape, as ALTER TABLE makes it."""
+    """Return the next version of a table's schema, as ALTER TABLE makes it."""
     renamed, retyped = dict(rename or {}), dict(retype or {})
     unknown = {*drop, *renamed, *retyped} - set(shape.names)
     if unknown or set(drop) & set(shape.key):
         raise ConfigError(
-            "a column cannot be changed so",
+            "a column cannot be changed in this way",
             table=shape.table,
             columns=", ".join(sorted(unknown or drop)),
-            hint="Name columns that the table has; one of the key stays.",
+            hint="Name columns that the table has; a key column cannot be dropped.",
         )
     kept = [column for column in shape.columns if column.name not in drop]
     columns = [
@@ -106,10 +109,10 @@ class Change:
     moved_from: Row | None = None
 
     def __post_init__(self) -> None:
-        for what in ("values", "before", "moved_from"):
-            given = getattr(self, what)
-            if given is not None or what == "values":
-                require_instance(what, given, Mapping, 'Give values by column: `insert({"id": 1})`.')
+        for name in ("values", "before", "moved_from"):
+            value = getattr(self, name)
+            if value is not None or name == "values":
+                require_instance(name, value, Mapping, 'Give values by column: `insert({"id": 1})`.')
 
 
 def insert(row: Row) -> tuple[Change, ...]:
@@ -117,19 +120,19 @@ def insert(row: Row) -> tuple[Change, ...]:
 
 
 def update(row: Row, *, unchanged: Sequence[str] = (), before: Row | None = None) -> tuple[Change, ...]:
-    """`before` is the old row, where the source tells it."""
+    """Return an update; `before` is the old row, where the source sends it."""
     return (Change(operation=Operation.UPDATE, values=row, unchanged=tuple(unchanged), before=before),)
 
 
 def delete(row: Row) -> tuple[Change, ...]:
-    """The key; or of a table without one the whole row."""
+    """Return a delete of a key or, in a keyless table, of the whole row."""
     return (Change(operation=Operation.DELETE, values=row),)
 
 
 def move(old_key: Row, row: Row, *, unchanged: Sequence[str] = ()) -> tuple[Change, ...]:
-    """An update of the key: the two rows that it arrives as."""
-    come = Change(operation=Operation.INSERT, values=row, unchanged=tuple(unchanged), moved_from=old_key)
-    return (*delete(old_key), come)
+    """Return an update of the key, as the two rows in which it arrives."""
+    inserted = Change(operation=Operation.INSERT, values=row, unchanged=tuple(unchanged), moved_from=old_key)
+    return (*delete(old_key), inserted)
 
 
 def truncate() -> tuple[Change, ...]:
@@ -137,13 +140,13 @@ def truncate() -> tuple[Change, ...]:
 
 
 def changes(shape: TableSchema, *given: Sequence[Change]) -> ChangeBatch:
-    """A batch of one table for `MemoryCapture.commit`, which numbers the rows and says where they come from."""
-    require_instance("shape", shape, TableSchema, "Give what `table(…)` makes first: `changes(orders, …)`.")
+    """Return a batch of one table for `MemoryCapture.commit`, which assigns the metadata columns."""
+    require_instance("shape", shape, TableSchema, "Give the result of `table(…)` first: `changes(orders, …)`.")
     rows = [row for some in given for row in (some if isinstance(some, tuple | list) else (some,))]
     for row in rows:
-        require_instance("given", row, Change, "Give `insert({…})`, `update({…})`, `delete({…})` and their like.")
+        require_instance("given", row, Change, "Give `insert({…})`, `update({…})`, `delete({…})` or another change.")
     if not rows:
-        raise ConfigError("a batch needs a change", hint="Use `Quiet` to move the log without any.")
+        raise ConfigError("a batch needs a change", hint="Use `Quiet` to move the log without changes.")
     for row in rows:
         unknown = {*row.values, *row.unchanged, *(row.before or ()), *(row.moved_from or ())} - set(shape.names)
         if unknown:

@@ -1,7 +1,7 @@
-"""A suite is a list of checks, each a sentence and a function; any test framework can run them.
+"""Suites of checks, each a sentence and a function; any test framework can run them.
 
-A check is given a way to open what is under test, always at one place that was empty before. What it opens a second
-time must hold what was kept the first time, as after a restart; what has a `close` is closed in between.
+A check receives a function that opens the object under test, always at one location that was empty before. A second
+opening must find what the first one stored, as after a restart. An object with a `close` is closed in between.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class ContractBroken(AssertionError):
-    """What was tested does not keep a promise."""
+    """The object under test does not keep a promise."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Check(Generic[_T]):
         return self.promise
 
     def __call__(self, at: Callable[[], _T]) -> None:
-        _require_call(at, "what opens it")
+        _require_call(at, "the opening function")
         try:
             self.act(at)
         except ContractBroken as broken:
@@ -43,19 +43,21 @@ class Check(Generic[_T]):
 
 
 def suite(*checks: Callable[[Callable[[], _T]], None]) -> tuple[Check[_T], ...]:
-    """Functions as checks; what each promises is its docstring."""
+    """Return functions as checks; each one's docstring is its promise."""
     return tuple(Check(" ".join((check.__doc__ or check.__name__).split()), check) for check in checks)
 
 
 def require_checks(more: Iterable[object], known: str) -> None:
-    """Refuse what is no check."""
+    """Refuse what is not a check."""
     for check in more:
         require_instance("more", check, Check, f"Give {known}, or some of them.")
 
 
 def run(checks: tuple[Check[_T], ...], place: Callable[[], Callable[[], _T]]) -> None:
-    """Run every check, each at a new place; all that is not kept is told at once. What is raised where nothing should
-    be breaks the promise too; the first of it is chained."""
+    """Run every check, each at a new location, and report all broken promises at once.
+
+    An unexpected exception breaks the promise too; the first one is chained.
+    """
     broken: list[str] = []
     raised: Exception | None = None
     for check in checks:
@@ -64,8 +66,8 @@ def run(checks: tuple[Check[_T], ...], place: Callable[[], Callable[[], _T]]) ->
         except ContractBroken as error:
             broken.append(str(error))
         except ConfigError:
-            raise  # it is the suite that is used wrongly
-        except Exception as error:  # noqa: BLE001 # of what is tested: it is told below
+            raise  # the suite itself is used wrongly
+        except Exception as error:  # noqa: BLE001 # of the object under test: it is reported below
             raised = raised or error
             broken.append(f"{check}: it raised {type(error).__name__}")
     if broken:
@@ -73,44 +75,45 @@ def run(checks: tuple[Check[_T], ...], place: Callable[[], Callable[[], _T]]) ->
 
 
 def opener_at(place: Callable[[], Callable[[], _T]]) -> Callable[[], _T]:
-    """A way to open what is tested at a new place."""
-    _require_call(place, "what makes a new place")
+    """Return a function that opens the object under test at a new location."""
+    _require_call(place, "the function for a new location")
     at = place()
-    _require_call(at, "what opens it")
+    _require_call(at, "the opening function")
     return at
 
 
-def _require_call(given: object, what: str) -> None:
-    if not callable(given):
+def _require_call(function: object, what: str) -> None:
+    if not callable(function):
         raise ConfigError(
             f"{what} cannot be called",
-            found=type(given).__name__,
-            hint="Give a function that makes a new, empty place and returns a function that opens what is tested "
-            "there: `lambda: (lambda path: lambda: MyStore(path))(new_path())`. A single check is given the latter.",
+            found=type(function).__name__,
+            hint="Give a function that makes a new, empty location and returns a function that opens the object "
+            "under test there: `lambda: (lambda path: lambda: MyStore(path))(new_path())`. A single check "
+            "takes only the latter.",
         )
 
 
 @contextmanager
 def open_at(at: Callable[[], _T]) -> Iterator[_T]:
-    """What is under test, closed at the end if it can be."""
-    found = at()
+    """Open the object under test, and close it at the end if possible."""
+    opened = at()
     try:
-        yield found
+        yield opened
     finally:
-        close = getattr(found, "close", None)
+        close = getattr(opened, "close", None)
         if callable(close):
             close()
 
 
 def run_and_kill(act: Callable[[], object]) -> None:
-    """Do it in a process of its own, which is killed then and cleans up nothing."""
+    """Run the function in its own process, which is then killed without clean-up."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads of ours, which it neither has nor needs
+        warnings.simplefilter("ignore", DeprecationWarning)  # about our threads, which the child neither has nor needs
         child = os.fork()
     if not child:
         try:
             act()
-        except BaseException:  # noqa: BLE001 # whatever it is: that it did not come to its end is told by how it ended
+        except BaseException:  # noqa: BLE001 # of any kind: the exit status reports it
             os._exit(1)
         os.kill(os.getpid(), signal.SIGKILL)
     _, status = os.waitpid(child, 0)
@@ -118,7 +121,7 @@ def run_and_kill(act: Callable[[], object]) -> None:
 
 
 def require(kept: object, broken: str) -> None:
-    """Raise ContractBroken unless it is so."""
+    """Raise ContractBroken if the condition is false."""
     if not kept:
         raise ContractBroken(broken)
 
@@ -129,6 +132,6 @@ def require_refused(act: Callable[[], object], error: type[Exception], broken: s
         act()
     except error:
         return
-    except Exception as other:  # whatever it is, it is not the one that was promised
+    except Exception as other:  # any other error is not the promised one
         raise ContractBroken(f"{broken}: {type(other).__name__} instead of {error.__name__}") from other
     raise ContractBroken(broken)

@@ -1,18 +1,20 @@
-"""Faults around a checkpoint store or a source: named, and at calls that are stated, so a test is the same each time.
+"""Faults around a checkpoint store or a source. They are at fixed calls, so a test always runs the same.
 
 ```python
 store = FaultyStore(MemoryCheckpointStore(), fail("save", at=2), lose("save", at=5))
 source = faulty_source(MemoryCapture(), duplicate("read", at=3), delay("confirm", calls=2))
 ```
 
-Calls are counted from 1, each method by itself, over all streams of a source. `struck` lists what has happened, so that
-a test can say that its faults were met.
+Calls are counted from 1, separately for each method, over all streams of a source. `struck` lists the faults that have
+happened, so that a test can assert that they did.
 
-`fail` raises, before or (`acted`) after the store has acted; a stream that failed stays broken. `slow` waits first.
-`corrupt`: a `save` leaves what no `load` can read, a `load` finds such, a `read` finds bytes that mean nothing.
-`lose`: `save` and `delete` say yes and do nothing, `load` finds nothing; a window goes with its connection, a `confirm`
-never arrives. `duplicate`: a store acts twice, a window comes a second time, a `confirm` arrives twice. `delay`: all
-that happens so many calls later.
+- `fail` raises, before or (`acted`) after the store has acted; a stream that failed stays broken.
+- `slow` waits first.
+- `corrupt`: after a `save` no `load` can read the checkpoint; a `load` or a `read` finds damaged data.
+- `lose`: `save` and `delete` succeed and do nothing; `load` finds nothing; a window is lost with its connection; a
+  `confirm` never arrives.
+- `duplicate`: a store acts twice, a window arrives a second time, a `confirm` arrives twice.
+- `delay`: the effect is that many calls later.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _T = TypeVar("_T")
 
 
 class FaultKind(enum.Enum):
-    """What goes wrong."""
+    """The kind of a fault."""
 
     FAIL = "fail"
     SLOW = "slow"
@@ -55,7 +57,7 @@ class FaultKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class InjectedFault:
-    """What goes wrong with which calls of a method: from the `at`-th on, so many `times`."""
+    """A fault at calls of one method: from the `at`-th on, `times` times."""
 
     kind: FaultKind
     call: str
@@ -71,7 +73,7 @@ class InjectedFault:
             require_integer(what, getattr(self, what), least=1)
         require_seconds("seconds", self.seconds)
         if self.error is not None:
-            hint = 'Give one of ours: `StateUnusable("…")`, `SourceUnreachable("…")`.'
+            hint = 'Give an error of Tailrace: `StateUnusable("…")`, `SourceUnreachable("…")`.'
             require_instance("error", self.error, TailraceError, hint)
 
     def __str__(self) -> str:
@@ -81,7 +83,7 @@ class InjectedFault:
 def fail(
     call: str, *, at: int = 1, times: int = 1, error: TailraceError | None = None, acted: bool = False
 ) -> InjectedFault:
-    """`acted`: what was asked for is done, and only the answer is lost."""
+    """Return a failing call. `acted`: the request is carried out, and only the answer is lost."""
     return InjectedFault(kind=FaultKind.FAIL, call=call, at=at, times=times, error=error, acted=acted)
 
 
@@ -106,20 +108,20 @@ def delay(call: str, *, calls: int = 1, at: int = 1, times: int = 1) -> Injected
 
 
 class _Schedule:
-    """Which call is struck by what."""
+    """Decides which call has which fault."""
 
     def __init__(self, faults: tuple[InjectedFault, ...], allowed: dict[FaultKind, tuple[str, ...]]) -> None:
         for fault in faults:
-            require_instance("faults", fault, InjectedFault, 'Give `fail("save")`, `lose("read")` and their like.')
+            require_instance("faults", fault, InjectedFault, 'Give `fail("save")`, `lose("read")` or another fault.')
             if fault.call not in allowed[fault.kind]:
                 raise ConfigError(
-                    f"`{fault.call}` cannot {fault.kind.value}", hint=f"One of: {', '.join(allowed[fault.kind])}."
+                    f"`{fault.call}` cannot {fault.kind.value}", hint=f"Name one of: {', '.join(allowed[fault.kind])}."
                 )
         self._faults, self._calls = faults, Counter[str]()
         self.struck: list[str] = []
 
     def due(self, call: str) -> InjectedFault | None:
-        """Count a call; what strikes it."""
+        """Count a call, and return its fault."""
         self._calls[call] += 1
         number = self._calls[call]
         for fault in self._faults:
@@ -160,10 +162,10 @@ class FaultyStore:
             self._damaged.add(key)
 
     def load(self, key: str) -> Checkpoint | None:
-        found, fault = self._act("load", lambda: self._store.load(key), None)
+        checkpoint, fault = self._act("load", lambda: self._store.load(key), None)
         if key in self._damaged or (fault is not None and fault.kind is FaultKind.CORRUPT):
-            raise StateCorrupt("the checkpoint was damaged by a test", key=key, hint="Look at the test's faults.")
-        return found
+            raise StateCorrupt("a test damaged the checkpoint", key=key, hint="Check the test's faults.")
+        return checkpoint
 
     def delete(self, key: str) -> bool:
         self._damaged.discard(key)
@@ -178,31 +180,31 @@ class FaultyStore:
         return self._act("all", lambda: dict(self._store.all()), nothing)[0]
 
     def close(self) -> None:
-        """What is late by now never comes."""
+        """Close the store; delayed calls are dropped."""
         self._late.clear()
         close = getattr(self._store, "close", None)
         if callable(close):
             close()
 
     def _act(self, call: str, act: Callable[[], _T], nothing: _T) -> tuple[_T, InjectedFault | None]:
-        self._late = [(left - 1, late) for left, late in self._late]
-        for left, late in self._late:
-            if left <= 0:
+        self._late = [(calls_left - 1, late) for calls_left, late in self._late]
+        for calls_left, late in self._late:
+            if calls_left <= 0:
                 late()
-        self._late = [(left, late) for left, late in self._late if left > 0]
+        self._late = [(calls_left, late) for calls_left, late in self._late if calls_left > 0]
         fault = self._schedule.due(call)
         kind = fault.kind if fault is not None else None
         if fault is not None and kind is FaultKind.FAIL:
             if fault.acted:
                 act()
-            raise fault.error or StateUnusable("the store fails in a test", hint="Look at the test's faults.")
+            raise fault.error or StateUnusable("the store fails in a test", hint="Check the test's faults.")
         if fault is not None and kind is FaultKind.DELAY:
             self._late.append((fault.calls, act))
             return nothing, fault
         if kind is FaultKind.LOSE:
             return nothing, fault
-        found = act()
-        return (act() if kind is FaultKind.DUPLICATE else found), fault
+        result = act()
+        return (act() if kind is FaultKind.DUPLICATE else result), fault
 
 
 _OF_SOURCES = {
@@ -213,7 +215,7 @@ _OF_SOURCES = {
 
 
 class FaultySource(Generic[P]):
-    """What `faulty_source` gives: the source, its streams with faults."""
+    """The result of `faulty_source`: the source, with faults in its streams."""
 
     def __init__(self, source: StreamSource[P], *faults: InjectedFault) -> None:
         require_methods("source", source, ("live",), "Give the source first: `faulty_source(MemoryCapture(), …)`.")
@@ -233,35 +235,35 @@ class FaultySource(Generic[P]):
 
 
 def faulty_source(source: StreamSource[P], *faults: InjectedFault) -> FaultySource[P]:
-    """The source with faults. It can do whatever the source can: scan its tables, say which database it is."""
+    """Return the source with faults. It keeps all abilities of the source, such as scans and its identity."""
     own = {name for name in dir(type(source)) if not name.startswith("_") and callable(getattr(type(source), name))}
-    passed: dict[str, Any] = {name: _passed(name) for name in own - set(dir(FaultySource))}
+    methods: dict[str, Any] = {name: _forwarding(name) for name in own - set(dir(FaultySource))}
     if isinstance(source, CustomPositionSource):
-        passed["beginning"] = source.beginning
-    # A runtime asks for methods, not for names, so they have to stand in a class.
-    made: FaultySource[P] = type("FaultySource", (FaultySource,), passed)(source, *faults)
-    return made
+        methods["beginning"] = source.beginning
+    # A runtime checks for methods, not for names, so they have to be in a class.
+    faulty: FaultySource[P] = type("FaultySource", (FaultySource,), methods)(source, *faults)
+    return faulty
 
 
-def _passed(name: str) -> Callable[..., Any]:
-    def call(self: FaultySource[Any], *given: Any, **named: Any) -> Any:
-        return getattr(self._source, name)(*given, **named)
+def _forwarding(name: str) -> Callable[..., Any]:
+    def call(self: FaultySource[Any], *arguments: Any, **named: Any) -> Any:
+        return getattr(self._source, name)(*arguments, **named)
 
     return call
 
 
 def _broken(fault: InjectedFault) -> TailraceError:
-    return fault.error or SourceUnreachable("the source breaks in a test", hint="Look at the test's faults.")
+    return fault.error or SourceUnreachable("the source breaks in a test", hint="Check the test's faults.")
 
 
 class FaultyStream(Generic[P]):
-    """A stream with faults. Calls of `read` count when they give a window that has rows."""
+    """A stream with faults. Only calls of `read` that return a window with rows count."""
 
     def __init__(self, stream: Stream[P], schedule: _Schedule) -> None:
         self._stream, self._schedule = stream, schedule
         self._failure: TailraceError | None = None
         self._again: deque[Window[P]] = deque()
-        self._held: tuple[int, Window[P]] | None = None
+        self._delayed: tuple[int, Window[P]] | None = None
         self._late: list[tuple[int, P]] = []
 
     def read(self, after: P, wait_seconds: float) -> Window[P] | None:
@@ -269,32 +271,32 @@ class FaultyStream(Generic[P]):
             raise self._failure
         if self._again:
             return self._again.popleft()
-        if self._held is not None:
-            left, window = self._held
-            self._held = (left - 1, window) if left > 1 else None
-            return None if left > 1 else window
-        found = self._stream.read(after, wait_seconds)
-        fault = self._schedule.due("read") if found is not None and not found.is_empty else None
-        if found is None or fault is None:
-            return found
+        if self._delayed is not None:
+            reads_left, window = self._delayed
+            self._delayed = (reads_left - 1, window) if reads_left > 1 else None
+            return None if reads_left > 1 else window
+        window_read = self._stream.read(after, wait_seconds)
+        fault = self._schedule.due("read") if window_read is not None and not window_read.is_empty else None
+        if window_read is None or fault is None:
+            return window_read
         if fault.kind is FaultKind.DELAY:
-            self._held = (fault.calls, found)
+            self._delayed = (fault.calls, window_read)
             return None
         if fault.kind is FaultKind.DUPLICATE:
-            self._again.append(found)
-            return found
-        corrupt = ProtocolViolation("a test damaged what was sent", hint="Look at the test's faults.")
+            self._again.append(window_read)
+            return window_read
+        corrupt = ProtocolViolation("a test damaged the data that was sent", hint="Check the test's faults.")
         self._failure = corrupt if fault.kind is FaultKind.CORRUPT else _broken(fault)
         raise self._failure
 
     def confirm(self, position: P) -> None:
         if self._failure is not None:
             raise self._failure
-        self._late = [(left - 1, late) for left, late in self._late]
-        for left, late in self._late:
-            if left <= 0:
+        self._late = [(calls_left - 1, late) for calls_left, late in self._late]
+        for calls_left, late in self._late:
+            if calls_left <= 0:
                 self._stream.confirm(late)
-        self._late = [(left, late) for left, late in self._late if left > 0]
+        self._late = [(calls_left, late) for calls_left, late in self._late if calls_left > 0]
         fault = self._schedule.due("confirm")
         if fault is None or fault.kind is FaultKind.DUPLICATE:
             self._stream.confirm(position)
@@ -309,5 +311,5 @@ class FaultyStream(Generic[P]):
             raise self._failure
 
     def close(self) -> None:
-        """What is late by now never arrives."""
+        """Close the stream; delayed confirmations are dropped."""
         self._stream.close()

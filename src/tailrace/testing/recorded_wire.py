@@ -1,11 +1,12 @@
-"""What a PostgreSQL server sent, kept in a file with what was made of it, and decoded again without the server.
+"""Records what a PostgreSQL server sent, and decodes it again without the server.
 
-A recording holds the messages of whole transactions as they came, the shapes that the catalogue gave for their tables,
-and the rows that the decoder made of both, or the code of the error it ended with. `replay()` decodes the same
-bytes with the decoder of today; `check()` says whether it makes the same of them. So a recording that is attached to
-a report of a fault is the fault, and later the test that it stays mended.
+A recording holds the messages of whole transactions as they arrived, and the schemas that the catalogue had for their
+tables. It also holds the decoded rows, or the code of the error that decoding ended with. `replay()` decodes the same
+bytes with the current decoder; `check()` compares the result. So a recording attached to a bug report reproduces the
+bug, and later is the test that it stays fixed.
 
-`record` only looks: the slot keeps everything. **A recording holds rows of your tables**: read it before you share it.
+`record` changes nothing: the slot keeps everything. **A recording holds rows of your tables**: read it before you share
+it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tailrace.testing.checks import ContractBroken
 
 FORMAT = 1
 CHANGES_MAX = 10_000
-"""Recorded at most, and up to the end of the transaction that goes beyond it."""
+"""Changes to record at most. The transaction that exceeds it is recorded to its end."""
 _RELATION, _COMMIT = b"R", b"C"
 _PEEK = """
 select data from pg_logical_slot_peek_binary_changes(
@@ -49,10 +50,10 @@ from pg_replication_slots where slot_name = %s
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What was sent after a position, and what was made of it."""
+    """The messages sent after a position, and the decoded result."""
 
     server: str
-    """Its version."""
+    """The server's version."""
     after: Lsn
     end: Lsn
     xid_near: int
@@ -61,12 +62,12 @@ class Recording:
     schemas: Mapping[bytes, TableSchema] = field(repr=False)
     """By the message that announced the table."""
     batches: tuple[ChangeBatch, ...] = field(default=(), repr=False)
-    """What the decoder made of it,"""
+    """The decoded batches."""
     error: str | None = None
-    """or the code of what it raised."""
+    """The code of the error that decoding raised."""
 
     def replay(self) -> Window:
-        """Decode it, with the decoder as it is now."""
+        """Decode it with the current decoder."""
         starts = np.zeros(len(self.messages) + 1, np.int64)
         starts[1:] = np.cumsum([len(message) for message in self.messages])
         content = np.frombuffer(b"".join(self.messages), np.uint8).copy()
@@ -74,18 +75,18 @@ class Recording:
         return decoder.decode(content, starts, len(self.messages), self.after, self.end)
 
     def check(self) -> None:
-        """Raise ContractBroken unless the decoder makes the same of it as when it was recorded."""
+        """Raise ContractBroken unless decoding gives the same result as when it was recorded."""
         try:
-            found, error = self.replay().batches, None
+            batches, error = self.replay().batches, None
         except TailraceError as raised:
-            found, error = (), raised.code
+            batches, error = (), raised.code
         if error != self.error:
             raise ContractBroken(f"it ended with {error or 'no error'}, recorded is {self.error or 'none'}")
-        if len(found) != len(self.batches):
-            raise ContractBroken(f"it made {len(found)} batches, recorded are {len(self.batches)}")
-        for mine, recorded in zip(found, self.batches, strict=True):
+        if len(batches) != len(self.batches):
+            raise ContractBroken(f"it made {len(batches)} batches, recorded are {len(self.batches)}")
+        for mine, recorded in zip(batches, self.batches, strict=True):
             if mine.schema != recorded.schema:
-                raise ContractBroken(f"{recorded.schema.table} has another shape")
+                raise ContractBroken(f"{recorded.schema.table} has another schema")
             names = [name for name, column in _columns(recorded) if not _same(column, dict(_columns(mine)).get(name))]
             if names or len(mine.data.schema) != len(recorded.data.schema):
                 raise ContractBroken(f"{recorded.schema.table} has other values or columns: {', '.join(names)}")
@@ -93,7 +94,7 @@ class Recording:
     def _describe(self, messages: Sequence[bytes]) -> list[TableSchema]:
         unknown = [message for message in messages if message not in self.schemas]
         if unknown:
-            raise ProtocolViolation("a table is announced that the recording does not know", hint="Record it again.")
+            raise ProtocolViolation("the recording does not know a table that is announced", hint="Record it again.")
         return [self.schemas[message] for message in messages]
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -115,22 +116,22 @@ class Recording:
         }
 
 
-_HINT = "Make one with `record(…).save(path)`."
+_HINT = "Create one with `record(…).save(path)`."
 
 
 def load(path: str | os.PathLike[str]) -> Recording:
-    """Read a recording back."""
+    """Read a recording from a file."""
     try:
         content = Path(path).read_text()
     except (OSError, TypeError) as error:
-        said = os.strerror(error.errno or 0) if isinstance(error, OSError) else "that is no path"
-        raise ConfigError(f"the recording cannot be read: {said}", path=path, hint="Check the path.") from error
+        reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "it is not a path"
+        raise ConfigError(f"the recording cannot be read: {reason}", path=path, hint="Check the path.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError("the file is no recording", path=path, hint=_HINT) from error
+        raise ConfigError("the file is not a recording", path=path, hint=_HINT) from error
     try:
         stored = json.loads(content)
         if stored["format"] != FORMAT:
-            raise ValueError("a format that this version does not know")
+            raise ValueError("an unknown format")
         return Recording(
             server=stored["server"],
             after=Lsn.parse(stored["after"]),
@@ -145,11 +146,14 @@ def load(path: str | os.PathLike[str]) -> Recording:
             batches=tuple(_batch(item) for item in stored["batches"]),
         )
     except (KeyError, TypeError, ValueError, ConfigError, pa.ArrowException) as error:
-        raise ConfigError("the file is no recording", path=path, hint=_HINT) from error
+        raise ConfigError("the file is not a recording", path=path, hint=_HINT) from error
 
 
 def record(url: str, *, slot: str, publications: Sequence[str], changes_max: int = CHANGES_MAX) -> Recording:
-    """What the slot holds and nobody confirmed, decoded. Nothing is confirmed by it; nobody may read it meanwhile."""
+    """Return the unconfirmed content of the slot, decoded. Nothing is confirmed.
+
+    No other process may read the slot meanwhile.
+    """
     if isinstance(publications, str):
         raise ConfigError("`publications` is not a list", found="str", hint=f"Give `publications=[{publications!r}]`.")
     names = ",".join(f'"{name}"' for name in publications)
@@ -158,17 +162,18 @@ def record(url: str, *, slot: str, publications: Sequence[str], changes_max: int
             about = connection.execute(_ABOUT, (slot,)).fetchone()
             if about is None or about[2]:
                 raise ConfigError(
-                    "the slot is not there" if about is None else "the slot is read by somebody",
+                    "the slot does not exist" if about is None else "another process reads the slot",
                     slot=slot,
-                    hint="`select slot_name, active from pg_replication_slots` has them all; stop the capture first.",
+                    hint="Find the slots with `select slot_name, active from pg_replication_slots`; stop the "
+                    "capture first.",
                 )
             sent = connection.execute(_PEEK, (slot, changes_max, names)).fetchall()
             messages = tuple(bytes(data) for (data,) in sent)
             if not messages:
-                raise ConfigError("there is nothing to record", slot=slot, hint="Have the server write something.")
+                raise ConfigError("there is nothing to record", slot=slot, hint="Write something at the server first.")
             catalogue = Catalogue(connection)
             announced = list(dict.fromkeys(message for message in messages if message[:1] == _RELATION))
-            made = Recording(
+            recording = Recording(
                 server=about[0],
                 after=Lsn.parse(about[1]),
                 end=_end(messages),
@@ -179,20 +184,20 @@ def record(url: str, *, slot: str, publications: Sequence[str], changes_max: int
             )
     except psycopg.Error as error:
         raise map_error(error, url) from error
-    return _decoded(made)
+    return _decoded(recording)
 
 
-def _decoded(made: Recording) -> Recording:
-    """With what the decoder makes of it now."""
-    given = {name: getattr(made, name) for name in made.__dataclass_fields__}
+def _decoded(recording: Recording) -> Recording:
+    """Return the recording with the result of the current decoder."""
+    fields = {name: getattr(recording, name) for name in recording.__dataclass_fields__}
     try:
-        return Recording(**given | {"batches": made.replay().batches})
+        return Recording(**fields | {"batches": recording.replay().batches})
     except TailraceError as error:
-        return Recording(**given | {"error": error.code})
+        return Recording(**fields | {"error": error.code})
 
 
 def _end(messages: Sequence[bytes]) -> Lsn:
-    """Behind the last transaction, as its commit says."""
+    """Return the end of the last transaction, from its commit."""
     ends = [struct.unpack_from(">Q", message, 10)[0] for message in messages if message[:1] == _COMMIT]
     return Lsn(ends[-1])
 
@@ -202,7 +207,9 @@ def _base64(content: bytes) -> str:
 
 
 def _rows_of(batch: ChangeBatch) -> bytes:
-    columns = [pa.concat_arrays([column]) for column in batch.data.columns]  # not what they are slices of
+    columns = [
+        pa.concat_arrays([column]) for column in batch.data.columns
+    ]  # copied out of the arrays that they are slices of
     data = pa.RecordBatch.from_arrays(columns, schema=batch.data.schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, data.schema) as writer:
@@ -215,7 +222,7 @@ def _columns(batch: ChangeBatch) -> list[tuple[str, pa.Array]]:
 
 
 def _same(one: pa.Array, other: pa.Array | None) -> bool:
-    """Whether the values are the same; NaN is the same as NaN, and 0 is not -0."""
+    """Return whether the values are the same; NaN equals NaN, and 0 is not -0."""
     if other is None or one.type != other.type or len(one) != len(other):
         return False
     if not one.is_valid().equals(other.is_valid()):

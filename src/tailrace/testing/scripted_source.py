@@ -1,4 +1,6 @@
-"""A source in memory that plays a script: transactions, silence, a reader that lags, a connection that breaks.
+"""A source in memory that plays a script.
+
+Steps are transactions, silence, a lagging reader, and a broken connection.
 
 ```python
 source = ScriptedSource(
@@ -8,8 +10,8 @@ source = ScriptedSource(
 )
 ```
 
-A step is played when a reader comes and has had all that was played before. So there is no clock and no second thread,
-and the same script gives the same windows each time. What was played is `MemoryCapture`'s, with all its promises.
+A step is played when a reader has received everything played before. So there is no clock and no second thread, and the
+same script gives the same windows each time. Played steps become a `MemoryCapture`'s log, with all its promises.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ class Transaction:
 
     def __init__(self, *batches: ChangeBatch) -> None:
         for batch in batches:
-            require_instance("batches", batch, ChangeBatch, "Give what `changes(…)` makes.")
+            require_instance("batches", batch, ChangeBatch, "Give the result of `changes(…)`.")
         if not batches:
-            raise ConfigError("a transaction needs changes", hint="Use `Quiet` to move the log without any.")
+            raise ConfigError("a transaction needs changes", hint="Use `Quiet` to move the log without changes.")
         object.__setattr__(self, "batches", batches)
 
 
 @dataclass(frozen=True)
 class Quiet:
-    """The log grows by so many bytes that are nobody's: of tables that are not captured, say."""
+    """The log grows by that many bytes of no captured table."""
 
     bytes: int
 
@@ -52,8 +54,10 @@ class Quiet:
 
 @dataclass(frozen=True, init=False)
 class Behind:
-    """All these steps are in the source's log at once, and for so many reads nothing of them arrives: `lag()` shows
-    them meanwhile."""
+    """All these steps are logged at once, but arrive only after that many reads.
+
+    Meanwhile `lag()` shows them.
+    """
 
     reads: int
     steps: tuple[Transaction | Quiet, ...]
@@ -62,7 +66,7 @@ class Behind:
         require_integer("reads", reads, least=1)
         for step in steps:
             if not isinstance(step, Transaction | Quiet):
-                raise _no_step(step, "`Transaction(…)` and `Quiet(…)`")
+                raise _invalid_step(step, "`Transaction(…)` and `Quiet(…)`")
         object.__setattr__(self, "reads", reads)
         object.__setattr__(self, "steps", steps)
 
@@ -74,41 +78,41 @@ class Break:
     error: TailraceError
 
     def __post_init__(self) -> None:
-        require_instance("error", self.error, TailraceError, 'Give one of ours: `SourceUnreachable("…")`.')
+        require_instance("error", self.error, TailraceError, 'Give an error of Tailrace: `SourceUnreachable("…")`.')
 
 
 Step: TypeAlias = Transaction | Quiet | Behind | Break
 
 
-def _no_step(given: object, known: str) -> ConfigError:
+def _invalid_step(step: object, known: str) -> ConfigError:
     return ConfigError(
-        "that is no step of a script",
-        found=type(given).__name__,
-        hint=f'There are {known}: `Transaction(changes(orders, insert({{"id": 1}})))`.',
+        "a step of the script is invalid",
+        found=type(step).__name__,
+        hint=f'Use {known}: `Transaction(changes(orders, insert({{"id": 1}})))`.',
     )
 
 
 class ScriptedSource(MemoryCapture):
-    """Plays its steps to whoever reads; further ones may be committed beside them, as to any memory source."""
+    """Plays its steps to its reader. More may be committed meanwhile, as to any memory source."""
 
-    def __init__(self, *steps: Step, **given: Any) -> None:
-        """`given` is what `MemoryCapture` takes."""
+    def __init__(self, *steps: Step, **options: Any) -> None:
+        """Create the source; `options` are those of `MemoryCapture`."""
         for step in steps:
             if not isinstance(step, Transaction | Quiet | Behind | Break):
-                raise _no_step(step, "`Transaction(…)`, `Quiet(…)`, `Behind(…)` and `Break(…)`")
-        super().__init__(**given)
+                raise _invalid_step(step, "`Transaction(…)`, `Quiet(…)`, `Behind(…)` and `Break(…)`")
+        super().__init__(**options)
         self._steps = deque(steps)
         self._silent = 0
 
     @property
     def played(self) -> bool:
-        """Whether no step is left."""
+        """True if no step is left."""
         return not self._steps
 
     def play(self) -> None:
         """Play the next step now."""
         if not self._steps:
-            raise ConfigError("the script is at its end", hint="Ask `played` first, or `commit` more.")
+            raise ConfigError("the script is at its end", hint="Check `played` first, or `commit` more.")
         step = self._steps.popleft()
         if isinstance(step, Break):
             self.break_next_read(step.error)
@@ -125,7 +129,7 @@ class ScriptedSource(MemoryCapture):
         return _ScriptedStream(self, super().live(after))
 
     def _before_read(self, after: Lsn) -> bool:
-        """Play what is due; whether nothing arrives."""
+        """Play what is due; return whether nothing arrives."""
         if not self._silent and self._steps and not self._bytes_after(after):
             self.play()
         if not self._silent:
@@ -135,7 +139,7 @@ class ScriptedSource(MemoryCapture):
 
 
 class _ScriptedStream:
-    """A reader's place at it."""
+    """One reader's stream of the script."""
 
     def __init__(self, source: ScriptedSource, stream: Stream) -> None:
         self._source, self._stream = source, stream

@@ -1,4 +1,4 @@
-"""What every sink promises, as checks for one of your own.
+"""The promises of every sink, as checks for your own implementation.
 
 ```python
 def place(tmp_path):
@@ -12,10 +12,10 @@ def test_my_sink(check, tmp_path):
     check(place(tmp_path))
 ```
 
-`SINK` is for all of them. `EXACTLY_ONCE` is for one that stores `_seq` beside its rows and so takes a batch once,
-however often it comes. `DURABLE` is for one whose rows outlive the process: it kills a process of its own (`os.fork`)
-once a flush has returned. `MIRROR` is for one that keeps the last state of a table's rows: give `rows` instead of
-`kept`.
+`SINK` is for all sinks. `EXACTLY_ONCE` is for a sink that stores `_seq` with its rows and so applies a batch once,
+however often it arrives. `DURABLE` is for a sink whose rows outlive the process: it kills a process of its own
+(`os.fork`) once a flush has returned. `MIRROR` is for a sink that keeps the last state of a table's rows: give `rows`
+instead of `kept`.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ from tailrace.validation import require_callable, require_instance
 ORDERS = table("public.orders", id=pa.int64(), status=pa.string(), note=pa.string())
 PARTS = table("public.parts", key=("shop", "code"), code=pa.string(), shop=pa.int32(), note=pa.string())
 LOOSE = table("public.loose", key=(), a=pa.int64(), b=pa.string())
-SECRET = "a value that no reason may tell"
+SECRET = "a value that no reason may contain"
 
 
 _LOOK_HINT = (
-    "Give `kept`, a function that tells the `_seq` of every row that is there; or for a mirror `rows`, one of a shape "
-    "that tells its rows."
+    "Give `kept`, a function that returns the `_seq` of every stored row. For a mirror give `rows`, a function "
+    "that returns the rows of a schema."
 )
 
 
 @dataclass
 class SinkAt:
-    """A sink, and a look at what it holds durably."""
+    """A sink, and functions that read what it holds durably."""
 
     sink: Sink
     kept: Callable[[], Sequence[int]] | None = None
-    """`_seq` of every row that is there, in the order of a reader; what is written and not flushed may be left out."""
+    """Returns `_seq` of every stored row, in the order of a reader; unflushed rows may be left out."""
     rows: Callable[[TableSchema], Sequence[dict[str, Any]]] | None = None
-    """A table's rows as they are now, in any order; for `MIRROR`."""
+    """Returns a table's current rows, in any order; for `MIRROR`."""
 
     def __post_init__(self) -> None:
         require_sink("sink", self.sink)
-        for what in ("kept", "rows"):
-            if (look := getattr(self, what)) is not None:
-                require_callable(what, look, _LOOK_HINT)
+        for name in ("kept", "rows"):
+            if (function := getattr(self, name)) is not None:
+                require_callable(name, function, _LOOK_HINT)
         if self.kept is None and self.rows is None:
-            raise ConfigError("what the sink holds cannot be looked at", hint=_LOOK_HINT)
+            raise ConfigError("the sink has no function that reads its rows", hint=_LOOK_HINT)
 
     def seqs(self) -> list[int]:
-        """`_seq` of every row that is there."""
+        """Return `_seq` of every stored row."""
         if self.kept is None:
-            raise ConfigError("the numbers of a sink's rows cannot be looked at", hint=_LOOK_HINT)
+            raise ConfigError("the sink has no function that reads the numbers of its rows", hint=_LOOK_HINT)
         return list(self.kept())
 
     def close(self) -> None:
@@ -87,44 +87,44 @@ Open = Callable[[], SinkAt]
 
 @contextmanager
 def _opened(at: Open) -> Iterator[SinkAt]:
-    with open_at(at) as found:
-        require_instance("place", found, SinkAt, "Have it open `SinkAt(sink, kept=…)`.")
-        yield found
+    with open_at(at) as opened:
+        require_instance("place", opened, SinkAt, "Return `SinkAt(sink, kept=…)` from the opening function.")
+        yield opened
 
 
 def batches(*transactions: Sequence[ChangeBatch]) -> list[Batch]:
-    """Each transaction as a runtime hands it out, in a batch of its own."""
+    """Return each transaction as a runtime delivers it, in a batch of its own."""
     source = MemoryCapture()
     for transaction in transactions:
         source.commit(*transaction)
-    return _handed_out(CdcRuntime(source, MemoryCheckpointStore(), limits=Limits(rows=1)))
+    return _delivered(CdcRuntime(source, MemoryCheckpointStore(), limits=Limits(rows=1)))
 
 
-def _handed_out(runtime: CdcRuntime[Any], *injected: ChangeBatch) -> list[Batch]:
+def _delivered(runtime: CdcRuntime[Any], *injected: ChangeBatch) -> list[Batch]:
     runtime.start()
-    for changed in injected:
-        runtime.enqueue(changed)
-    found = []
+    for change in injected:
+        runtime.enqueue(change)
+    delivered = []
     while (batch := runtime.poll(0.0)).rows:
-        found.append(batch)
+        delivered.append(batch)
         runtime.commit(batch.ack)
     runtime.stop()
-    return found
+    return delivered
 
 
-def _snapshots(given: ChangeBatch, then: ChangeBatch) -> list[Batch]:
-    """Rows that a snapshot reads; and once more, with what was changed then, before the stream tells of it."""
+def _snapshots(before: ChangeBatch, after: ChangeBatch) -> list[Batch]:
+    """Return the rows of a snapshot, and again with a later change before the stream delivers it."""
     source = MemoryCapture(keep_tables=True)
-    source.commit(given)
-    runtime = CdcRuntime(source, MemoryCheckpointStore(), snapshot_tables=[given.schema.table], limits=Limits(rows=2))
-    read = _handed_out(runtime)
-    source.commit(then)
-    runtime.control.snapshot(given.schema.table)
-    return [*read, *_handed_out(runtime)]
+    source.commit(before)
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), snapshot_tables=[before.schema.table], limits=Limits(rows=2))
+    read = _delivered(runtime)
+    source.commit(after)
+    runtime.control.snapshot(before.schema.table)
+    return [*read, *_delivered(runtime)]
 
 
-def _every_way() -> list[Batch]:
-    """A snapshot's rows, a transaction in parts, and what was injected, which counts below zero."""
+def _every_origin() -> list[Batch]:
+    """Return batches of each origin: a snapshot, a split transaction, and injected rows with numbers below zero."""
     source = MemoryCapture(keep_tables=True, part_rows_max=2)
     source.commit(*_orders(1, 2, 3))
     runtime = CdcRuntime(
@@ -136,72 +136,72 @@ def _every_way() -> list[Batch]:
     runtime.start()
     source.commit(*_orders(4, 5, 6, 7, 8))
     runtime.force_stop()
-    return _handed_out(runtime, *_orders(90, 91))
+    return _delivered(runtime, *_orders(90, 91))
 
 
 def _orders(*ids: int) -> tuple[ChangeBatch]:
     return (changes(ORDERS, *(insert({"id": n, "status": "new", "note": SECRET}) for n in ids)),)
 
 
-def _seqs(*given: Batch) -> list[int]:
-    return [event.seq for batch in given for event in batch.events()]
+def _seqs(*delivered: Batch) -> list[int]:
+    return [event.seq for batch in delivered for event in batch.events()]
 
 
-def _put(at: SinkAt, *given: Batch) -> list[Rejected]:
-    rejected = [item for batch in given for item in require_rejected(at.sink.write(batch))]
+def _put(at: SinkAt, *delivered: Batch) -> list[Rejected]:
+    rejected = [item for batch in delivered for item in require_rejected(at.sink.write(batch))]
     at.sink.flush(True)
     return rejected
 
 
 def _begins_empty(at: Open) -> None:
     """a new sink holds nothing, and a flush of nothing does no harm"""
-    with _opened(at) as found:
-        found.sink.flush(False)
-        found.sink.flush(True)
-        require(found.seqs() == [], "it holds rows that nobody wrote")
+    with _opened(at) as opened:
+        opened.sink.flush(False)
+        opened.sink.flush(True)
+        require(opened.seqs() == [], "it holds rows that were never written")
 
 
 def _keeps_what_was_flushed(at: Open) -> None:
-    """once a flush has returned every row that was written is there, in order, whether more is waiting or not"""
+    """once a flush has returned, every written row is stored, in order, whether more is waiting or not"""
     first, second, third = batches(_orders(1, 2), _orders(3), _orders(4, 5))
-    with _opened(at) as found:
-        require(not found.sink.write(first), "it does not take plain rows")
-        found.sink.flush(False)
-        require(found.seqs() == _seqs(first), "a flush while more is waiting made other rows durable")
-        found.sink.write(second)
-        found.sink.write(third)
-        found.sink.flush(True)
-        require(found.seqs() == _seqs(first, second, third), "two batches of one flush are not both there")
+    with _opened(at) as opened:
+        require(not opened.sink.write(first), "it does not take plain rows")
+        opened.sink.flush(False)
+        require(opened.seqs() == _seqs(first), "a flush while more is waiting made other rows durable")
+        opened.sink.write(second)
+        opened.sink.write(third)
+        opened.sink.flush(True)
+        require(opened.seqs() == _seqs(first, second, third), "two batches of one flush are not both stored")
 
 
-def _survives(at: Open) -> None:
-    """what was flushed is there after it was opened again, and more comes behind it"""
+def _survives_reopening(at: Open) -> None:
+    """flushed rows survive a reopening, and further rows follow them"""
     first, second = batches(_orders(1, 2), _orders(3))
-    with _opened(at) as found:
-        _put(found, first)
-    with _opened(at) as found:
-        require(found.seqs() == _seqs(first), "other rows are there after a restart")
-        _put(found, second)
-        require(found.seqs() == _seqs(first, second), "what came after a restart is not behind it")
+    with _opened(at) as opened:
+        _put(opened, first)
+    with _opened(at) as opened:
+        require(opened.seqs() == _seqs(first), "other rows exist after a restart")
+        _put(opened, second)
+        require(opened.seqs() == _seqs(first, second), "later rows do not follow those from before the restart")
 
 
 def _flushes_twice(at: Open) -> None:
     """a second flush changes nothing"""
     (only,) = batches(_orders(1, 2))
-    with _opened(at) as found:
-        _put(found, only)
-        found.sink.flush(True)
-        require(found.seqs() == _seqs(only), "the rows were written twice")
+    with _opened(at) as opened:
+        _put(opened, only)
+        opened.sink.flush(True)
+        require(opened.seqs() == _seqs(only), "the rows were written twice")
 
 
 def _replaces_itself(at: Open) -> None:
-    """a batch that comes again before it was flushed is there once: somebody else failed, not this sink"""
+    """a batch that arrives again before its flush is stored once: another sink failed, not this one"""
     first, second = batches(_orders(1, 2), _orders(3))
-    with _opened(at) as found:
-        found.sink.write(first)
-        found.sink.write(second)
-        _put(found, second)
-        require(found.seqs() == _seqs(first, second), "what came again stands there twice, or drove out others")
+    with _opened(at) as opened:
+        opened.sink.write(first)
+        opened.sink.write(second)
+        _put(opened, second)
+        require(opened.seqs() == _seqs(first, second), "the repeated batch is stored twice, or replaced others")
 
 
 def _every_kind() -> list[Batch]:
@@ -224,92 +224,92 @@ def _every_kind() -> list[Batch]:
 
 
 def _takes_every_kind(at: Open) -> None:
-    """every kind of change is taken, or rejected by its number and with a reason; nothing is silently left out"""
-    given = _every_kind()
-    with _opened(at) as found:
-        rejected = _put(found, *given)
-        kept, refused = found.seqs(), [item.seq for item in rejected]
-        require(sorted(kept + refused) == _seqs(*given), "rows are neither there nor rejected, or both")
-        told = [item.reason for item in rejected]
-        require(all(reason and SECRET not in reason for reason in told), "a reason is empty, or tells a value")
+    """every kind of change is stored, or rejected by its number and with a reason; nothing is silently left out"""
+    delivered = _every_kind()
+    with _opened(at) as opened:
+        rejected = _put(opened, *delivered)
+        kept, rejected_seqs = opened.seqs(), [item.seq for item in rejected]
+        require(sorted(kept + rejected_seqs) == _seqs(*delivered), "rows are neither stored nor rejected, or both")
+        reasons = [item.reason for item in rejected]
+        require(all(reason and SECRET not in reason for reason in reasons), "a reason is empty, or contains a value")
 
 
-def _takes_every_way(at: Open) -> None:
-    """rows are taken whichever way they come: read by a snapshot, in a part of a transaction, or injected, which have
-    numbers below zero"""
-    given = _every_way()
-    with _opened(at) as found:
-        for batch in given:
-            rejected = _put(found, batch)
-            kept = set(found.seqs()) | {item.seq for item in rejected}
-            ways = f"{batch.kind.value}{', in part' if batch.partial else ''}"
-            require(set(_seqs(batch)) <= kept, f"rows are neither there nor rejected ({ways})")
-        require(len(found.seqs()) == len(set(found.seqs())), "a row is there twice")
+def _takes_every_origin(at: Open) -> None:
+    """rows are stored whatever their origin: a snapshot, a part of a transaction, or injected, with numbers below
+    zero"""
+    delivered = _every_origin()
+    with _opened(at) as opened:
+        for batch in delivered:
+            rejected = _put(opened, batch)
+            kept = set(opened.seqs()) | {item.seq for item in rejected}
+            origin = f"{batch.kind.value}{', in part' if batch.partial else ''}"
+            require(set(_seqs(batch)) <= kept, f"rows are neither stored nor rejected ({origin})")
+        require(len(opened.seqs()) == len(set(opened.seqs())), "a row is stored twice")
 
 
 def _outlives_a_kill(at: Open) -> None:
-    """what was flushed is there after the process was killed"""
+    """flushed rows exist after the process was killed"""
     first, second, unflushed = batches(_orders(1, 2), _orders(3), _orders(4))
 
     def act() -> None:
-        found = at()
-        found.sink.write(first)
-        found.sink.flush(False)
-        found.sink.write(second)
-        found.sink.flush(True)
-        found.sink.write(unflushed)
+        opened = at()
+        opened.sink.write(first)
+        opened.sink.flush(False)
+        opened.sink.write(second)
+        opened.sink.flush(True)
+        opened.sink.write(unflushed)
 
     run_and_kill(act)
-    with _opened(at) as found:
-        require(found.seqs()[:3] == _seqs(first, second), "what was flushed is not there")
-        _put(found, unflushed)
-        require(set(found.seqs()) == set(_seqs(first, second, unflushed)), "what came behind it is not there")
+    with _opened(at) as opened:
+        require(opened.seqs()[:3] == _seqs(first, second), "flushed rows do not exist")
+        _put(opened, unflushed)
+        require(set(opened.seqs()) == set(_seqs(first, second, unflushed)), "later rows do not exist")
 
 
-def _comes_again(at: Open, *, reopened: bool) -> None:
+def _repeats_a_batch(at: Open, *, reopened: bool) -> None:
     first, second = batches(_orders(1, 2), _orders(3))
-    with _opened(at) as found:
-        _put(found, first)
+    with _opened(at) as opened:
+        _put(opened, first)
         if not reopened:
-            _put(found, first, second)
-            require(found.seqs() == _seqs(first, second), "a batch that came again is there twice")
+            _put(opened, first, second)
+            require(opened.seqs() == _seqs(first, second), "a repeated batch is stored twice")
             return
-    with _opened(at) as found:
-        _put(found, first, second)
-        require(found.seqs() == _seqs(first, second), "a batch that came again is there twice")
+    with _opened(at) as opened:
+        _put(opened, first, second)
+        require(opened.seqs() == _seqs(first, second), "a repeated batch is stored twice")
 
 
 def _once(at: Open) -> None:
-    """a batch that comes again after its flush is there once"""
-    _comes_again(at, reopened=False)
+    """a batch that arrives again after its flush is stored once"""
+    _repeats_a_batch(at, reopened=False)
 
 
 def _once_after_a_restart(at: Open) -> None:
-    """a batch that comes again after a restart is there once"""
-    _comes_again(at, reopened=True)
+    """a batch that arrives again after a restart is stored once"""
+    _repeats_a_batch(at, reopened=True)
 
 
 def _mirrors(at: Open, *transactions: Sequence[ChangeBatch]) -> None:
-    """Hold the sink against `Mirror` after each transaction, and once more after the last one has come again."""
+    """Compare the sink with `Mirror` after each transaction, and again after repeating the last one."""
     _mirrors_batches(at, batches(*transactions))
 
 
-def _mirrors_batches(at: Open, given: list[Batch]) -> None:
+def _mirrors_batches(at: Open, delivered: list[Batch]) -> None:
     expected: dict[TableSchema, Mirror] = {}
-    with _opened(at) as found:
-        if found.rows is None:
-            raise ConfigError("a mirror's rows cannot be looked at", hint="Give `rows` to `SinkAt`.")
-        for batch in [*given, given[-1]]:
-            _put(found, batch)
+    with _opened(at) as opened:
+        if opened.rows is None:
+            raise ConfigError("the sink has no function that reads a mirror's rows", hint="Give `rows` to `SinkAt`.")
+        for batch in [*delivered, delivered[-1]]:
+            _put(opened, batch)
             for event in batch.events():
                 expected.setdefault(event.schema, Mirror()).apply(event.row_write())
-            for shape, mirror in expected.items():
-                have, want = _sorted(shape, found.rows(shape)), _sorted(shape, mirror.rows.values())
-                require(have == want, f"{shape.table} is {have}, not {want}")
+            for schema, mirror in expected.items():
+                stored, wanted = _sorted(schema, opened.rows(schema)), _sorted(schema, mirror.rows.values())
+                require(stored == wanted, f"{schema.table} is {stored}, not {wanted}")
 
 
-def _sorted(shape: TableSchema, rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    return sorted(repr({name: row.get(name) for name in shape.names}) for row in rows)
+def _sorted(schema: TableSchema, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    return sorted(repr({name: row.get(name) for name in schema.names}) for row in rows)
 
 
 def _last_state(at: Open) -> None:
@@ -329,14 +329,14 @@ def _last_state(at: Open) -> None:
 
 
 def _takes_a_snapshot(at: Open) -> None:
-    """rows that a snapshot has read are there as it has read them, also those that were there before"""
+    """rows read by a snapshot are stored as they were read, also those that existed before"""
     rows = [insert({"id": n, "status": "new", "note": "large"}) for n in (1, 2, 3)]
-    then = update({"id": 1, "status": "paid"}, unchanged=("note",))
-    _mirrors_batches(at, _snapshots(changes(ORDERS, *rows), changes(ORDERS, then, delete({"id": 3}))))
+    change = update({"id": 1, "status": "paid"}, unchanged=("note",))
+    _mirrors_batches(at, _snapshots(changes(ORDERS, *rows), changes(ORDERS, change, delete({"id": 3}))))
 
 
-def _absent_is_not_null(at: Open) -> None:
-    """a value that was not sent stays as it is; null is null"""
+def _unsent_is_not_null(at: Open) -> None:
+    """an unsent value stays as it is; null is null"""
     _mirrors(
         at,
         (changes(ORDERS, insert({"id": 1, "status": "new", "note": "large"})),),
@@ -357,7 +357,7 @@ def _no_old_row(at: Open) -> None:
 
 
 def _moves_large_values(at: Open) -> None:
-    """a key that changes takes values along that were not sent, also twice in one batch"""
+    """a key that changes takes unsent values along, also twice in one batch"""
     _mirrors(
         at,
         (
@@ -377,7 +377,7 @@ def _moves_large_values(at: Open) -> None:
 
 
 def _truncates(at: Open) -> None:
-    """a truncate takes the rows of its table, and of no other"""
+    """a truncate removes the rows of its table, and of no other"""
     _mirrors(
         at,
         (changes(ORDERS, insert({"id": 1})), changes(PARTS, insert({"code": "a", "shop": 1}))),
@@ -388,23 +388,26 @@ def _truncates(at: Open) -> None:
 SINK: tuple[Check[SinkAt], ...] = suite(
     _begins_empty,
     _keeps_what_was_flushed,
-    _survives,
+    _survives_reopening,
     _flushes_twice,
     _replaces_itself,
     _takes_every_kind,
-    _takes_every_way,
+    _takes_every_origin,
 )
 EXACTLY_ONCE: tuple[Check[SinkAt], ...] = suite(_once, _once_after_a_restart)
 DURABLE: tuple[Check[SinkAt], ...] = suite(_outlives_a_kill)
 MIRROR: tuple[Check[SinkAt], ...] = suite(
-    _last_state, _takes_a_snapshot, _absent_is_not_null, _no_old_row, _moves_large_values, _truncates
+    _last_state, _takes_a_snapshot, _unsent_is_not_null, _no_old_row, _moves_large_values, _truncates
 )
 
 
 def check_sink(place: Callable[[], Open], *more: Check[SinkAt]) -> None:
-    """Run all checks of `SINK`, and others. `place` gives, for each, a way to open a sink where there is none yet. Of a
-    mirror that keeps no numbers only the others are run, or `MIRROR`."""
+    """Run all checks of `SINK`, and others.
+
+    `place` returns a function that opens a sink at an empty location. For a mirror without `kept` only the others are
+    run, or `MIRROR`.
+    """
     require_checks(more, "`*EXACTLY_ONCE`, `*DURABLE`, `*MIRROR`")
-    with _opened(opener_at(place)) as found:
-        numbered = found.kept is not None
+    with _opened(opener_at(place)) as opened:
+        numbered = opened.kept is not None
     run((*SINK, *more) if numbered else (more or MIRROR), place)

@@ -1,4 +1,4 @@
-"""What every checkpoint store promises, as checks for a store of your own.
+"""The promises of every checkpoint store, as checks for your own implementation.
 
 ```python
 @pytest.mark.parametrize("check", CHECKPOINT_STORE, ids=str)
@@ -6,8 +6,8 @@ def test_my_store(check, tmp_path):
     check(lambda: MyStore(tmp_path / "checkpoints"))
 ```
 
-`DURABLE` is for one whose checkpoints outlive the process: it kills a process of its own (`os.fork`) once a save has
-returned.
+`DURABLE` is for a store whose checkpoints outlive the process: it kills a process of its own (`os.fork`) once a save
+has returned.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ ORDERED: tuple[tuple[str, Position, Position], ...] = (
     ("sqlserver", SqlServerLsn(1, 9, 9), SqlServerLsn(2, 0, 1)),
     ("mine", CustomPosition("9"), CustomPosition("10")),
 )
-"""An earlier and a later position of each kind; their texts are in the other order where there is one."""
+"""An earlier and a later position of each kind. Their texts sort the other way round where possible."""
 
 BAD_KEYS = ("", ".", "..", "...", "a/b", "/a", "a\\b", "../a", ".a", "a\nb", "a\0b", "\x7f", "\u202ea", "k" * 1000)
 GOOD_KEYS = ("a", "a.b", "-", "Ünï cödé ✓", "shop:orders", "k" * KEY_BYTES_MAX, "a%", "a_b", "a*", "[a]", "'a'")
 ALIKE = (("orders", "Orders"), ("orders", "orders "), ("caf\u00e9", "cafe\u0301"), ("strasse", "straße"))
 """Keys that databases and disks may take for one."""
 SAVES = 60
-"""While another thread loads."""
+"""Saves while another thread loads."""
 
 
-def checkpoint(source: str, position: Position, **given: Any) -> Checkpoint:
-    return Checkpoint(source_type=source, position=position, **given)
+def checkpoint(source: str, position: Position, **fields: Any) -> Checkpoint:
+    return Checkpoint(source_type=source, position=position, **fields)
 
 
-def _lsn(value: int, **given: Any) -> Checkpoint:
-    return checkpoint("postgresql", Lsn(value), **given)
+def _lsn(value: int, **fields: Any) -> Checkpoint:
+    return checkpoint("postgresql", Lsn(value), **fields)
 
 
 def _begins_empty(at: Open) -> None:
-    """a new store has nothing, and says so without an error"""
+    """a new store is empty, and returns that without an error"""
     with open_at(at) as store:
-        require(store.load("orders") is None, "it has a checkpoint that nobody saved")
-        require(tuple(store.list()) == () and dict(store.all()) == {}, "it lists what nobody saved")
-        require(store.delete("orders") is False, "it deleted what was not there")
+        require(store.load("orders") is None, "it has a checkpoint that was never saved")
+        require(tuple(store.list()) == () and dict(store.all()) == {}, "it lists a checkpoint that was never saved")
+        require(store.delete("orders") is False, "it deleted a checkpoint that did not exist")
 
 
-def _gives_back(at: Open) -> None:
-    """what was saved is loaded as it was, with every kind of position"""
+def _returns_what_was_saved(at: Open) -> None:
+    """a saved checkpoint is loaded as it was, with every kind of position"""
     time = datetime(2026, 11, 16, 12, 0, 0, 123456, UTC)
     with open_at(at) as store:
         for number, (source, position, _) in enumerate(ORDERED):
@@ -78,37 +78,40 @@ def _gives_back(at: Open) -> None:
                 source, position, time=time, transaction="7:ü", metadata={"a": [1, 2.5, None, "é\n"], "b": {"c": True}}
             )
             store.save(f"key{number}", saved)
-            require(store.load(f"key{number}") == saved, f"another one came back of {saved.position_type.value}")
+            require(
+                store.load(f"key{number}") == saved,
+                f"a checkpoint with {saved.position_type.value} was loaded differently",
+            )
 
 
-def _survives(at: Open) -> None:
-    """what was saved, and what was deleted, is so after it was opened again"""
+def _survives_reopening(at: Open) -> None:
+    """saves and deletes survive a reopening"""
     with open_at(at) as store:
         store.save("kept", _lsn(7, metadata={"n": 1}))
         store.save("gone", _lsn(8))
         store.delete("gone")
         kept = store.load("kept")
     with open_at(at) as store:
-        require(kept is not None and store.load("kept") == kept, "what was saved is not there")
-        require(store.load("gone") is None, "what was deleted is there again")
+        require(kept is not None and store.load("kept") == kept, "a saved checkpoint does not exist")
+        require(store.load("gone") is None, "a deleted checkpoint exists again")
 
 
-def _goes_forward(at: Open) -> None:
-    """the last one saved counts, and one whose position stands may be saved with other metadata"""
+def _moves_forward(at: Open) -> None:
+    """the last save counts, and the same position may be saved with other metadata"""
     with open_at(at) as store:
         for source, early, late in ORDERED:
             key = f"{source}-{type(early).__name__}"
             store.save(key, checkpoint(source, early))
             store.save(key, checkpoint(source, early, metadata={"chunk": 2}))
-            again = store.load(key)
-            require(again is not None and again.metadata == {"chunk": 2}, "the same position was not saved again")
+            repeated = store.load(key)
+            require(repeated is not None and repeated.metadata == {"chunk": 2}, "the same position was not saved again")
             store.save(key, checkpoint(source, late))
-            found = store.load(key)
-            require(found is not None and found.position == late, f"{late} did not follow {early}")
+            loaded = store.load(key)
+            require(loaded is not None and loaded.position == late, f"{late} did not follow {early}")
 
 
 def _replaces_all(at: Open) -> None:
-    """a checkpoint takes the place of the one before with all that it has, and nothing of that one stays"""
+    """a checkpoint replaces the one before completely"""
     early, late = (datetime(2026, 11, day, tzinfo=UTC) for day in (16, 17))
     chain = (
         _lsn(5, time=late, transaction="7", metadata={"a": 1, "b": {"c": 2}}),
@@ -120,25 +123,25 @@ def _replaces_all(at: Open) -> None:
     with open_at(at) as store:
         for one in chain:
             store.save("orders", one)
-            require(store.load("orders") == one, "something of the one before is there, or the time is another one")
+            require(store.load("orders") == one, "a part of the one before remains, or the time differs")
 
 
 def _keeps_large(at: Open) -> None:
-    """metadata, positions and numbers come back whole, however large"""
+    """metadata, positions and numbers are loaded whole, however large"""
     room = METADATA_BYTES_MAX - len(json.dumps({"text": ""}))
     many = ",".join(f"{number:08x}-71ca-11e1-9e33-c80aa9429562:1-{number + 1}" for number in range(500))
-    given = (
+    checkpoints = (
         _lsn((1 << 64) - 1, transaction="t" * 200, metadata={"text": "x" * room}),
         _lsn((1 << 64) - 1, metadata={"whole": (1 << 63) + 1, "one": 1, "part": 0.1, "none": None, "text": "'\"\\\0"}),
         checkpoint("mysql", MysqlGtidSet.parse(many)),
     )
     with open_at(at) as store:
-        for number, saved in enumerate(given):
+        for number, saved in enumerate(checkpoints):
             store.save(f"key{number}", saved)
-            found = store.load(f"key{number}")
-            require(found == saved, "what was saved did not come back whole")
-            same = found is not None and json.dumps(found.metadata) == json.dumps(saved.metadata)
-            require(same, "a number came back as one of another kind")
+            loaded = store.load(f"key{number}")
+            require(loaded == saved, "a checkpoint was not loaded whole")
+            same = loaded is not None and json.dumps(loaded.metadata) == json.dumps(saved.metadata)
+            require(same, "a number was loaded as another type")
 
 
 def _never_back(at: Open) -> None:
@@ -153,15 +156,19 @@ def _never_back(at: Open) -> None:
                 PositionRewound,
                 f"it went back from {late} to {early}",
             )
-            found = store.load(key)
-            require(found is not None and found.position == late, "a refused one was saved all the same")
+            loaded = store.load(key)
+            require(loaded is not None and loaded.position == late, "a refused checkpoint was saved all the same")
         store.save("two", checkpoint("mysql", MysqlGtidSet.parse(f"{_UUID}:1-5")))
-        aside = checkpoint("mysql", MysqlGtidSet.parse(f"{_UUID}:3-9"))
-        require_refused(lambda: store.save("two", aside), PositionRewound, "a set followed that lacks what was taken")
+        unrelated = checkpoint("mysql", MysqlGtidSet.parse(f"{_UUID}:3-9"))
+        require_refused(
+            lambda: store.save("two", unrelated),
+            PositionRewound,
+            "a set was accepted that lacks transactions of the one before",
+        )
 
 
 def _one_source(at: Open) -> None:
-    """a key belongs to one source and one way of counting, until it is deleted"""
+    """a key belongs to one source and one position type, until it is deleted"""
     with open_at(at) as store:
         store.save("orders", _lsn(7))
         other = checkpoint("mysql", BinlogPosition("mysql-bin.000001", 4))
@@ -174,35 +181,35 @@ def _one_source(at: Open) -> None:
             require_refused(
                 lambda foreign=foreign: store.save("binlog", foreign),  # type: ignore[misc]
                 StateForeign,
-                "another source, or another way of counting, took the key",
+                "another source, or another position type, took the key",
             )
-            require(store.load("binlog") == other, "a refused one was saved all the same")
+            require(store.load("binlog") == other, "a refused checkpoint was saved all the same")
         store.delete("orders")
         store.save("orders", other)
-        require(store.load("orders") == other, "a key that was deleted is still the first source's")
+        require(store.load("orders") == other, "a deleted key still belongs to its first source")
 
 
 def _deletes(at: Open) -> None:
-    """a deleted one is gone, once, and its key can begin anywhere"""
+    """a deleted checkpoint does not exist any more, and its key can begin at any position"""
     with open_at(at) as store:
         store.save("orders", _lsn(9))
-        require(store.delete("orders") is True, "it did not say that there was one")
-        require(store.load("orders") is None and store.delete("orders") is False, "it is still there")
+        require(store.delete("orders") is True, "it did not return that there was one")
+        require(store.load("orders") is None and store.delete("orders") is False, "it still exists")
         store.save("orders", _lsn(1))
-        found = store.load("orders")
-        require(found is not None and found.position == Lsn(1), "it did not begin anew")
+        loaded = store.load("orders")
+        require(loaded is not None and loaded.position == Lsn(1), "it did not begin at the new position")
 
 
-def _keys_apart(at: Open) -> None:
-    """keys do not touch each other, and are listed in order with what they hold"""
+def _keeps_keys_separate(at: Open) -> None:
+    """keys are independent, and are listed in order with their checkpoints"""
     with open_at(at) as store:
         for number, key in enumerate(GOOD_KEYS, start=1):
             store.save(key, _lsn(number))
         store.delete("a")
         expected = {key: Lsn(number) for number, key in enumerate(GOOD_KEYS, start=1) if key != "a"}
-        require(list(store.list()) == sorted(expected), "`list` gave other keys, or in another order")
-        found = {key: item.position for key, item in store.all().items()}
-        require(found == expected and list(found) == sorted(expected), "`all` gave other checkpoints")
+        require(list(store.list()) == sorted(expected), "`list` returned other keys, or in another order")
+        positions = {key: item.position for key, item in store.all().items()}
+        require(positions == expected and list(positions) == sorted(expected), "`all` returned other checkpoints")
 
 
 def _keys_alike(at: Open) -> None:
@@ -213,7 +220,7 @@ def _keys_alike(at: Open) -> None:
             try:
                 store.save(other, _lsn(9))
                 kept = store.load(other)
-            except StateError:  # a disk may give both one file: that is seen
+            except StateError:  # a disk may use one file for both: that is detected
                 kept = _lsn(9)
             first = store.load(one)
             apart = first is not None and first.position == Lsn(7) and kept is not None and kept.position == Lsn(9)
@@ -222,7 +229,7 @@ def _keys_alike(at: Open) -> None:
 
 
 def _bad_keys(at: Open) -> None:
-    """a key that is empty, too long, or could lead elsewhere is refused wherever it is given"""
+    """a key that is empty, too long, or could lead to another folder is refused in every call"""
     with open_at(at) as store:
         for key in BAD_KEYS:
             calls: tuple[tuple[str, Callable[[str], object]], ...] = (
@@ -240,7 +247,7 @@ def _bad_keys(at: Open) -> None:
 
 
 def _callers_own(at: Open) -> None:
-    """what a caller does with metadata afterwards changes nothing that is saved"""
+    """a caller's later changes of metadata do not change what is saved"""
     metadata = {"chunks": [1]}
     with open_at(at) as store:
         saved = _lsn(5, metadata=metadata)
@@ -248,10 +255,10 @@ def _callers_own(at: Open) -> None:
         metadata["chunks"].append(2)
         saved.metadata["chunks"].append(3)
         for _ in range(2):
-            found = store.load("orders")
-            require(found is not None and found.metadata == {"chunks": [1]}, "what is saved has changed")
-            if found is not None:
-                found.metadata["chunks"].append(4)
+            loaded = store.load("orders")
+            require(loaded is not None and loaded.metadata == {"chunks": [1]}, "the saved metadata has changed")
+            if loaded is not None:
+                loaded.metadata["chunks"].append(4)
 
 
 def _threads(at: Open) -> None:
@@ -263,7 +270,7 @@ def _threads(at: Open) -> None:
             try:
                 for value in range(1, 9):
                     store.save(key, _lsn(value))
-            except Exception as error:  # noqa: BLE001 # it is told below
+            except Exception as error:  # noqa: BLE001 # it is reported below
                 failures.append(error)
 
         threads = [threading.Thread(target=work, args=(f"key{number}",)) for number in range(4)]
@@ -277,7 +284,7 @@ def _threads(at: Open) -> None:
 
 
 def _always_there(at: Open) -> None:
-    """while a checkpoint is saved anew, whoever loads has the one before or the new one, and never none"""
+    """while a checkpoint is replaced, a load returns the old or the new one, and never nothing"""
     with open_at(at) as store:
         store.save("orders", _lsn(1))
         failures: list[Exception] = []
@@ -286,28 +293,28 @@ def _always_there(at: Open) -> None:
             try:
                 for value in range(2, SAVES):
                     store.save("orders", _lsn(value))
-            except Exception as error:  # noqa: BLE001 # it is told below
+            except Exception as error:  # noqa: BLE001 # it is reported below
                 failures.append(error)
 
-        between, last = sys.getswitchinterval(), Lsn(1)
-        sys.setswitchinterval(1e-5)  # or a thread has done all before another one looks
+        interval, last = sys.getswitchinterval(), Lsn(1)
+        sys.setswitchinterval(1e-5)  # otherwise one thread has done everything before the other runs
         saving = threading.Thread(target=work)
         saving.start()
         try:
             while saving.is_alive():
-                found = store.load("orders")
-                now = found.position if found is not None else None
-                require(isinstance(now, Lsn), "there was none for a moment")
-                require(isinstance(now, Lsn) and now >= last, "it went back")
-                last = now if isinstance(now, Lsn) else last
+                loaded = store.load("orders")
+                position = loaded.position if loaded is not None else None
+                require(isinstance(position, Lsn), "there was no checkpoint for a moment")
+                require(isinstance(position, Lsn) and position >= last, "it went back")
+                last = position if isinstance(position, Lsn) else last
         finally:
             saving.join()
-            sys.setswitchinterval(between)
+            sys.setswitchinterval(interval)
         require(not failures, f"a save failed with {failures and type(failures[0]).__name__}")
 
 
 def _outlives_a_kill(at: Open) -> None:
-    """what was saved, and what was deleted, is so after the process was killed"""
+    """saves and deletes survive a killed process"""
 
     def act() -> None:
         store = at()
@@ -318,23 +325,23 @@ def _outlives_a_kill(at: Open) -> None:
 
     run_and_kill(act)
     with open_at(at) as store:
-        found = store.load("kept")
-        require(found is not None and found.position == Lsn(2), "what was saved is not there")
-        require(found is not None and found.metadata == {"n": 2}, "something else is there")
-        require(store.load("gone") is None, "what was deleted is there again")
+        loaded = store.load("kept")
+        require(loaded is not None and loaded.position == Lsn(2), "a saved checkpoint does not exist")
+        require(loaded is not None and loaded.metadata == {"n": 2}, "other metadata was loaded")
+        require(store.load("gone") is None, "a deleted checkpoint exists again")
 
 
 CHECKPOINT_STORE: tuple[Check[CheckpointStore], ...] = suite(
     _begins_empty,
-    _gives_back,
-    _survives,
-    _goes_forward,
+    _returns_what_was_saved,
+    _survives_reopening,
+    _moves_forward,
     _replaces_all,
     _keeps_large,
     _never_back,
     _one_source,
     _deletes,
-    _keys_apart,
+    _keeps_keys_separate,
     _keys_alike,
     _bad_keys,
     _callers_own,
@@ -345,6 +352,6 @@ DURABLE: tuple[Check[CheckpointStore], ...] = suite(_outlives_a_kill)
 
 
 def check_checkpoint_store(place: Callable[[], Open], *more: Check[CheckpointStore]) -> None:
-    """Run all checks, and others. `place` gives, for each, a way to open a store where there is none yet."""
+    """Run all checks, and others. `place` returns a function that opens a store at an empty location."""
     require_checks(more, "`*DURABLE`")
     run((*CHECKPOINT_STORE, *more), place)

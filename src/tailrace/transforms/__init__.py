@@ -1,1 +1,1 @@
-"""What becomes of values and rows on their way from the source: hidden, filtered, renamed, computed, routed."""
+"""Rules between source and log: they hide, filter, rename, compute and route."""

@@ -1,7 +1,7 @@
-"""What a person declares, and how a mistake in it is told.
+"""Declarations of a user, and how mistakes in them are reported.
 
-A settings file is read as a whole, and its reader tells every mistake at its line. In Python there is no line: there a
-mistake is a `ConfigError` with its hint, as everywhere else, whichever way the object is made.
+A settings file is read as a whole, and its reader reports every mistake with its line. Python code has no such line:
+there a mistake is a `ConfigError` with its hint, whichever way the object is made.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from tailrace.errors import ConfigError
 
 ERROR_TEXTS = {
-    "union_tag_invalid": "has a `do` that is no rule",
+    "union_tag_invalid": "has an unknown `do`",
     "union_tag_not_found": "lacks `do`, which says what the rule does",
-    "union_tag_type": "has a `do` that is no rule",
+    "union_tag_type": "has an unknown `do`",
     "tuple_type": "must be a list",
-    "string_type": "must be a text",
-    "string_unicode": "must be a text",
+    "string_type": "must be a string",
+    "string_unicode": "must be a string",
     "string_too_long": "must have {max_length} characters or less",
-    "string_pattern_mismatch": "is no id of a key: that is 1 to 64 letters, digits, `_`, `.` and `-`",
+    "string_pattern_mismatch": "is not a key id: use 1 to 64 letters, digits, `_`, `.` and `-`",
     "too_short": "must not be empty",
     "too_long": "must be {max_length} or less",
     "string_too_short": "must not be empty",
@@ -37,32 +37,35 @@ ERROR_TEXTS = {
     "model_type": "must be a mapping",
     "model_attributes_type": "must be a mapping",
     "dict_type": "must be a mapping",
-    "invalid_key": "is not a key we know",
+    "invalid_key": "is not a known key",
     "missing": "is missing",
-    "extra_forbidden": "is not a key we know",
-    "literal_error": "has a value it cannot have: there are {expected}",
+    "extra_forbidden": "is not a known key",
+    "literal_error": "has a value that is not allowed: there are {expected}",
 }
-"""What pydantic's refusals mean here. There are no others: a test gives every key of every rule all sorts of things."""
-HINT = "docs/guides/transforms.md has all rules and their keys."
+"""Our text for each of pydantic's error types. A test proves that the list is complete."""
+HINT = "See docs/guides/transforms.md for all rules and their keys."
 
 
 def error_text(detail: ErrorDetails) -> str:
-    """What is wrong, in our words, which hold no value."""
+    """Return what is wrong, in our words, without any value."""
     context = detail.get("ctx", {})
     if message := context.get("message"):
         return str(message)
-    listed = {name: str(value).replace(" or ", " and ") for name, value in context.items()}
-    return ERROR_TEXTS.get(detail["type"], "has a value it cannot have").format_map(listed)
+    fields = {name: str(value).replace(" or ", " and ") for name, value in context.items()}
+    return ERROR_TEXTS.get(detail["type"], "has a value that is not allowed").format_map(fields)
 
 
 def declaration_error(message: str, hint: str) -> PydanticCustomError:
-    """What is wrong with a rule, and what to do; the settings' reader shows both."""
-    shown = message.encode("utf-8", "backslashreplace").decode()  # a file may hold halves of characters
+    """Return the error for a mistake in a rule, with a hint.
+
+    The settings' reader shows both.
+    """
+    shown = message.encode("utf-8", "backslashreplace").decode()  # a file may have half of a surrogate pair
     return PydanticCustomError("refused", "{message}", {"message": shown, "hint": hint})
 
 
 class Declaration(BaseModel):
-    """Something that is declared. No value stands in what is said of it: it could be a secret."""
+    """A declared object. Errors about it contain no value: it could be a secret."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, populate_by_name=True)
 
@@ -70,9 +73,9 @@ class Declaration(BaseModel):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            raise _refused(type(self), error) from error
+            raise _to_config_error(type(self), error) from error
 
-    # Or pydantic calls it for each part of a settings file, and none of the mistakes behind the first are found.
+    # Without this, pydantic calls __init__ for each part of a settings file and reports only the first mistake.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as BaseModel's own has it
 
     @classmethod
@@ -80,13 +83,13 @@ class Declaration(BaseModel):
         try:
             return super().model_validate(obj, **given)
         except ValidationError as error:
-            raise _refused(cls, error) from error
+            raise _to_config_error(cls, error) from error
 
 
-def _refused(kind: type[Declaration], error: ValidationError) -> ConfigError:
+def _to_config_error(kind: type[Declaration], error: ValidationError) -> ConfigError:
     first, *more = error.errors(include_url=False, include_input=False)
-    place = [part for at, part in enumerate(first["loc"]) if not (at == 2 and first["loc"][0] == "rules")]
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]").lstrip(
+    path = [part for at, part in enumerate(first["loc"]) if not (at == 2 and first["loc"][0] == "rules")]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path if part != "[key]").lstrip(
         "."
     )
     wrong = error_text(first)
@@ -103,7 +106,7 @@ def _hint(kind: type[Declaration], detail: ErrorDetails) -> str:
     key = str(detail["loc"][-1]) if detail["loc"] else ""
     if detail["type"] == "extra_forbidden" and len(detail["loc"]) == 1:
         close = difflib.get_close_matches(key, kind.model_fields, n=1)
-        return f"Did you mean `{close[0]}`?" if close else f"There are {', '.join(kind.model_fields)}."
+        return f"Did you mean `{close[0]}`?" if close else f"Use one of {', '.join(kind.model_fields)}."
     if detail["type"].startswith("union_tag"):
-        return f"There are {detail['ctx']['expected_tags']}." if "expected_tags" in detail.get("ctx", {}) else HINT
+        return f"Use one of {detail['ctx']['expected_tags']}." if "expected_tags" in detail.get("ctx", {}) else HINT
     return HINT

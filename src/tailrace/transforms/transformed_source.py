@@ -1,8 +1,8 @@
-"""PostgreSQL seen through rules: its shapes, its stream and the rows of its snapshots, transformed.
+"""PostgreSQL seen through rules: its schemas, stream and snapshot rows, transformed.
 
-Here and in `stream` rules meet the source, and nothing behind them knows of rules: what the log, a load and a lake
-table get is what the rules have made, by the names that rules give. Questions to the server are asked in its own terms:
-a transformed shape remembers the one at the source, and every table that is made is made of one there.
+Only here and in `transformed_stream` rules meet the source; nothing above knows of rules. The log, a load and a lake
+table get what the rules have made, under the names that rules give. The server is asked in its own terms: an output
+schema keeps the schema at the source, and every output table belongs to one source table.
 """
 
 from __future__ import annotations
@@ -34,95 +34,101 @@ from tailrace.transforms.transform_plan import TransformPlan
 from tailrace.transforms.transformed_stream import TransformedStream
 
 TYPES_SECONDS = 600.0
-"""Between two questions for the types that an outbox has: whatever comes, its log tells."""
+"""Seconds between two queries for an outbox's types; later types arrive with the log."""
 
 
 class TransformedCapture(PostgresCapture):
-    """One PostgreSQL database as the rules show it."""
+    """One PostgreSQL database seen through rules."""
 
     def __init__(self, settings: PostgresSettings, transforms: Transforms) -> None:
         super().__init__(settings)
         self._names = OutputTables(transforms.rules)
         self.rules = TransformPlan(transforms, names=self._names)
         self._messages: dict[TableId, frozenset[TableId]] = {}
-        """Where messages of each outbox were seen to go. Never changed in place: others may be looking at it."""
-        self._asked: dict[TableId, float] = {}
-        """When each outbox was last asked which types it has."""
+        """The tables that each outbox's messages go to, as far as seen.
+
+        The sets are replaced, never changed in place: another thread may be reading them.
+        """
+        self._asked_at_time: dict[TableId, float] = {}
+        """Time at which each outbox was last asked for its types."""
         self.asks_types = True
-        """Whether it is: that reads all of it."""
+        """True if outboxes are asked for their types, which reads all of them."""
 
     @property
     def on_publish(self) -> Callable[[PublishedTables], None]:
-        """Hears of every table that is made of one that is about to be published, or is by now."""
-        return self._hears
+        """Called with every output table of a table that is or will be published."""
+        return self._on_publish
 
     @on_publish.setter
-    def on_publish(self, hears: Callable[[PublishedTables], None]) -> None:
-        def hear(told: PublishedTables) -> None:
-            made = tuple((made, number) for table, number in told.tables for made in self._made_of(table))
-            hears(replace(told, tables=made))
+    def on_publish(self, callback: Callable[[PublishedTables], None]) -> None:
+        def publish(published: PublishedTables) -> None:
+            output = tuple((output, number) for table, number in published.tables for output in self._outputs_of(table))
+            callback(replace(published, tables=output))
 
-        self._hears = hear
+        self._on_publish = publish
 
-    def remember_schemas(self, shapes: Iterable[TableSchema]) -> None:
-        """Of one table at the source several may be made, and one of them has seen its last shape."""
+    def remember_schemas(self, schemas: Iterable[TableSchema]) -> None:
+        """Remember the newest source schema of each table: several outputs may share one."""
         newest: dict[int, TableSchema] = {}
-        for shape in (made.source_schema for made in shapes):
-            known = newest.get(shape.relation)
-            if known is None or _asked_at(shape) >= _asked_at(known):
-                newest[shape.relation] = shape
+        for schema in (output.source_schema for output in schemas):
+            known = newest.get(schema.relation)
+            if known is None or _schema_position(schema) >= _schema_position(known):
+                newest[schema.relation] = schema
         super().remember_schemas(newest.values())
 
-    def learn_tables(self, shapes: Iterable[TableSchema]) -> None:
-        for made in shapes:
-            source = made.source_schema.table
-            box = self._names.outbox_rule(source)
-            if box is not None and made.table != source and can_still_produce((box,), source, made.table):
-                self._messages[source] = self._messages.get(source, frozenset()) | {made.table}
+    def learn_tables(self, schemas: Iterable[TableSchema]) -> None:
+        for schema in schemas:
+            source = schema.source_schema.table
+            outbox = self._names.outbox_rule(source)
+            if outbox is not None and schema.table != source and can_still_produce((outbox,), source, schema.table):
+                self._messages[source] = self._messages.get(source, frozenset()) | {schema.table}
 
     def tables(self) -> list[SourceTable]:
-        """The tables that are made of those that are wanted."""
-        there = super().tables()
-        for found in there:
-            if self.asks_types and (box := self._names.outbox_rule(found.table)) is not None:
-                self._ask_types(found.table, box)
+        """Return the output tables of the selected source tables."""
+        source_tables = super().tables()
+        for source in source_tables:
+            if self.asks_types and (outbox := self._names.outbox_rule(source.table)) is not None:
+                self._ask_types(source.table, outbox)
         return [
-            replace(found, table=made, origin=found.table if made != found.table else None)
-            for found in there
-            for made in self._made_of(found.table)
+            replace(source, table=output, origin=source.table if output != source.table else None)
+            for source in source_tables
+            for output in self._outputs_of(source.table)
         ]
 
     @property
     def discovers_tables(self) -> bool:
         return self._names.has_outboxes
 
-    def _made_of(self, table: TableId) -> list[TableId]:
-        """All tables that are made of one, as far as they are known."""
+    def _outputs_of(self, table: TableId) -> list[TableId]:
+        """Return all output tables of a source table, as far as they are known."""
         messages = sorted(self._messages.get(table, ()))
         for made in messages:
             self._names.claim(made, table)
         return [*self._names.tables_for(table), *messages]
 
     def _ask_types(self, table: TableId, box: Outbox) -> None:
-        """Messages that were there before anything was captured go to tables that the log may never tell of."""
-        if time.monotonic() < self._asked.get(table, -TYPES_SECONDS) + TYPES_SECONDS:
+        """Ask an outbox for the types of its stored messages.
+
+        Messages from before the capture may have tables that the log never names.
+        """
+        if time.monotonic() < self._asked_at_time.get(table, -TYPES_SECONDS) + TYPES_SECONDS:
             return
         column, name = sql.Identifier(box.type_column), sql.Identifier(table.schema, table.name)
         query = sql.SQL("SELECT DISTINCT {}::text FROM {} WHERE {}::text <> '' LIMIT {}").format(
             column, name, column, TABLES_MAX + 1
         )
         with self._connected() as connection:
-            kinds = [kind for (kind,) in connection.execute(query)]
-        if len(kinds) > TABLES_MAX:
+            types = [type_ for (type_,) in connection.execute(query)]
+        if len(types) > TABLES_MAX:
             raise Unsupported(
-                f"an outbox has messages of more than {TABLES_MAX:,} types",
+                f"outbox has messages of more than {TABLES_MAX:,} types",
                 rule=box.name,
                 table=table,
-                hint="Each would be a table. Name a column with fewer values in `type_column`.",
+                hint="Name a column with fewer values in `type_column`: each type becomes a table.",
             )
-        found = frozenset(target_table(box.to, table, type=kind) for kind in kinds)
+        found = frozenset(target_table(box.to, table, type=type_) for type_ in types)
         self._messages[table] = self._messages.get(table, frozenset()) | found
-        self._asked[table] = time.monotonic()
+        self._asked_at_time[table] = time.monotonic()
 
     def name_at_source(self, table: TableId) -> TableId:
         if (known := self._names.source_table(table)) is None:
@@ -150,9 +156,9 @@ class TransformedCapture(PostgresCapture):
         }
 
     def check_rules(self) -> None:
-        """Refuse rules that cannot be used on the tables as they are published."""
-        for shape in super().describe(found.table for found in super().tables()).values():
-            self.rules.table_plan(shape)
+        """Refuse rules that cannot be used on the published tables."""
+        for schema in super().describe(found.table for found in super().tables()).values():
+            self.rules.table_plan(schema)
 
     def live(self, after: Lsn, origin: SourceId | None = None) -> TimelineStream:
         return TransformedStream(super().live(after, origin), self.rules)
@@ -171,7 +177,10 @@ class TransformedCapture(PostgresCapture):
         return super().is_unchanged(replace(plan, schema=plan.schema.source_schema))
 
     def parse_value(self, column: Column, text: str) -> pa.Scalar | None:
-        """Of a column that a rule has worked on nobody knows what rows at rest have: they are read again."""
+        """Return the value; None for a column that a rule changed.
+
+        What its stored rows have is unknown: they are read again.
+        """
         return None if is_changed_by_rule(column) else super().parse_value(column, text)
 
     def snapshot(self) -> ExactSnapshot:
@@ -184,16 +193,19 @@ class TransformedCapture(PostgresCapture):
         return TransformedReader(super().row_reader(seconds_max), self.rules)
 
 
-def _asked_at(shape: TableSchema) -> Lsn:
-    """Where the source was when it was asked for the shape."""
-    return shape.facts.position if shape.facts is not None else ZERO
+def _schema_position(schema: TableSchema) -> Lsn:
+    """Return the source's position when it was asked for the schema."""
+    return schema.facts.position if schema.facts is not None else ZERO
 
 
 def _no_scan() -> Unsupported:
-    """A scan goes on behind keys of the source, which rules may have changed."""
+    """Return the error for a scan through rules.
+
+    A scan continues after keys of the source, which rules may have changed.
+    """
     return Unsupported(
-        "a runtime cannot read tables through a source that has rules",
-        hint="Give it the plain source and the rules: `CdcRuntime(PostgresCapture(…), …, transforms=…)`.",
+        "runtime cannot read tables through a source that has rules",
+        hint="Pass it the plain source and the rules: `CdcRuntime(PostgresCapture(…), …, transforms=…)`.",
     )
 
 
@@ -207,7 +219,7 @@ class _TransformedSnapshot(ExactSnapshot):
 
 
 class TransformedReader(SnapshotReader):
-    """Reads what one snapshot sees, as the rules show it. Plain data until it is entered."""
+    """Reads what one snapshot sees, through rules. Plain data until it is entered."""
 
     def __init__(self, reader: SnapshotReader, rules: TransformPlan) -> None:
         self.__dict__.update(vars(reader))
@@ -227,7 +239,7 @@ class TransformedReader(SnapshotReader):
         *,
         ordered_by: Sequence[tuple[str, str]] = (),
     ) -> Iterator[pa.RecordBatch]:
-        """The rows that the rules let through. Which ones fulfil the condition, the source says of its own columns."""
+        """Yield the rows that the rules let through. The condition is on the source's own columns."""
         source = self._source_of(schema)
         names = self._key_of(schema, source) if ordered_by else {}
         order = [(names.get(name, name), kind) for name, kind in ordered_by]
@@ -237,7 +249,7 @@ class TransformedReader(SnapshotReader):
     def marked_rows(
         self, schema: TableSchema, chunk: Chunk, condition: str | None = None
     ) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
-        """The same with rows that do not fit, or that a rule with `on_error: dead-letter` fails at."""
+        """Yield the rows with unfit cells, including those that `on_error: dead-letter` rejected."""
         source = self._source_of(schema)
         for batch, unfit in super().marked_rows(source, chunk, condition):
             made, cells = self._rules.transform_marked_rows(source, batch, unfit, schema.table)
@@ -251,25 +263,25 @@ class TransformedReader(SnapshotReader):
             yield self._rules.transform_rows(source, batch, schema.table).select(schema.names)
 
     def _key_of(self, schema: TableSchema, source: TableSchema) -> dict[str, str]:
-        """What the source calls the columns of the key. Messages have one of their own, whatever the source's is."""
-        boxes = (rule for rule in self._rules.transforms.rules if isinstance(rule, Outbox))
-        own = schema.key if any(matches_any(box.tables, source.table) for box in boxes) else source.key
-        touched = any(is_changed_by_rule(column) for column in schema.columns if column.name in schema.key)
-        if touched or not set(own) <= set(source.names):
+        """Return the source's names of the key columns. An outbox's messages have their own key."""
+        outboxes = (rule for rule in self._rules.transforms.rules if isinstance(rule, Outbox))
+        source_key = schema.key if any(matches_any(outbox.tables, source.table) for outbox in outboxes) else source.key
+        changed = any(is_changed_by_rule(column) for column in schema.columns if column.name in schema.key)
+        if changed or not set(source_key) <= set(source.names):
             raise Unsupported(
-                "rows cannot be asked for by a key that a rule has changed", table=schema.table, hint=RELOAD_TABLE_HINT
+                "rows cannot be read by a key that a rule has changed", table=schema.table, hint=RELOAD_TABLE_HINT
             )
-        return dict(zip(schema.key, own, strict=True))
+        return dict(zip(schema.key, source_key, strict=True))
 
     def _source_of(self, schema: TableSchema) -> TableSchema:
-        """The shape at the source, if the rules still make this one of it."""
+        """Return the source's schema; refuse if the rules no longer make this one of it."""
         source = schema.source_schema
         columns = self._rules.transformed_schema(source).columns
         made = can_still_produce(self._rules.transforms.rules, source.table, schema.table)
         if not made or not set(schema.columns) <= set(columns):
             raise SourceRewritten(
-                "the rules for the table were changed while it was read",
+                "rules for the table changed while it was read",
                 table=schema.table,
-                hint="Nothing to do: it is loaded again from the beginning.",
+                hint="Wait: the load begins again automatically.",
             )
         return source

@@ -1,7 +1,7 @@
-"""A stream seen through rules: what the log, or anyone's own sink, gets of it is what the rules have made.
+"""A stream transformed by rules, for the log or any sink.
 
-A window that a rule halts at is not given out, and the stream is done with: whoever acknowledges has nothing to
-acknowledge it by, nor anything that came after it. Opened again, the stream begins at that window.
+If a rule halts at a window, the window is not returned and the stream is finished. Nothing after it can be
+acknowledged. Opened again, the stream begins at that window.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from tailrace.transforms.transform_plan import OnDeadLetter, TransformPlan
 
 
 class TransformedStream(Generic[P]):
-    """A stream as the rules show it. Windows of which nothing is left only move the position, now and then.
+    """A stream seen through rules. Windows without rows left move only the position.
 
-    Rows that a rule with `dead-letter` failed at are marked, for a log; or they go to `on_letter` before the window is
-    given out, and come to it again with a window that comes again."""
+    Rows that a rule with `dead-letter` rejected are marked, for a log. With `on_dead_letter` they go there before the
+    window is returned. A repeated window repeats them.
+    """
 
-    def __init__(self, stream: Stream[P], rules: TransformPlan, on_letter: OnDeadLetter | None = None) -> None:
+    def __init__(self, stream: Stream[P], rules: TransformPlan, on_dead_letter: OnDeadLetter | None = None) -> None:
         require_stream(stream)
         self._stream = stream
-        self._rules, self._on_letter = rules, on_letter
+        self._rules, self._on_letter = rules, on_dead_letter
         if isinstance(stream, HasTimeline):
             self.timeline = stream.timeline
         self._passed: P | None = None
-        """The end of the last window, if it had rows of which none was let through."""
+        """The end of the last window if the rules left none of its rows."""
         self._kept = False
-        """Whether any part of the transaction under way was."""
+        """True if the rules kept any row of the current transaction."""
         self._failure: Exception | None = None
 
     def read(self, after: P, wait_seconds: float) -> Window[P] | None:
@@ -44,28 +45,28 @@ class TransformedStream(Generic[P]):
             return Window(start=after, end=reached) if reached != after and not self._kept else None
         try:
             require_window(window, reached)
-            made = self._rules.transform_window(window, self._on_letter)
-        except Exception as error:  # whatever it is: the window is lost to this stream
+            result = self._rules.transform_window(window, self._on_letter)
+        except Exception as error:  # any failure: the window is lost to this stream
             self._failure = error
             raise
-        except BaseException:  # somebody is in a hurry, and may come back
-            self._failure = SourceUnreachable("what was read was not transformed", hint="The stream is opened again.")
+        except BaseException:  # an interrupt: the caller may read again
+            self._failure = SourceUnreachable("window was read and not transformed", hint="Open the stream again.")
             raise
-        if made is None:
+        if result is None:
             return None
         if window.open:
-            made = replace(made, start=after, end=after, continues=self._kept)
+            result = replace(result, start=after, end=after, continues=self._kept)
             self._kept = True
-            return made
+            return result
         if window.continues and not self._kept:
-            made = replace(made, continues=False, continued_end=None)
+            result = replace(result, continues=False, continued_end=None)
         self._kept = False
-        self._passed = made.end if made.is_empty else None
-        return made if made.start == after else replace(made, start=after)
+        self._passed = result.end if result.is_empty else None
+        return result if result.start == after else replace(result, start=after)
 
     @property
     def held_bytes(self) -> int:
-        """What the stream has read ahead, if it does."""
+        """Bytes that the stream has read ahead, if it does."""
         return getattr(self._stream, "held_bytes", 0)
 
     def confirm(self, position: P) -> None:

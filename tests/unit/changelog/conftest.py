@@ -1,7 +1,7 @@
-"""A place for a log, and a log that already holds something.
+"""Fixtures: a folder for a log, and logs with rows.
 
-A module that says `PLACES = ("disk", "store")` has its tests run in a folder, and in an object store in memory.
-Tests that are about what only a disk has are marked `only_on_disk` there.
+A module that says `PLACES = ("disk", "store")` has its tests run in a folder, and in an object store in memory. Tests
+of what only a disk has are marked `only_on_disk` there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def writer(folder: LogPath) -> Iterator[LogWriter]:
 
 @pytest.fixture
 def filled(folder: LogPath) -> LogPath:
-    """A closed log of three commits: where it begins, then rows 1 to 3, then rows 4 and 5."""
+    """A closed log of three commits: no rows, rows 1 to 3, rows 4 and 5."""
     opened = LogWriter(folder, SOURCE)
     opened.append(window(0, 100))
     opened.append(rows_window(100, 200, 1, 2, 3))
@@ -60,7 +60,7 @@ def filled(folder: LogPath) -> LogPath:
 
 @pytest.fixture
 def quick(tmp_path: Path, where: str) -> Iterator[LogPath]:
-    """A place for a log, in memory if there is such a place: for tests with very many commits."""
+    """A folder for a log with very many commits, in memory if possible."""
     if where == "store":
         yield in_store()
         return
@@ -70,7 +70,7 @@ def quick(tmp_path: Path, where: str) -> Iterator[LogPath]:
 
 @pytest.fixture
 def diary(quick: LogPath) -> Iterator[Diary]:
-    """A writer that notes what it wrote."""
+    """A writer that records what it wrote."""
     opened = Diary(quick)
     yield opened
     opened.close()

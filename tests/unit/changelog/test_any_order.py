@@ -1,4 +1,7 @@
-"""Whatever is done to a log, in any order: each reader gets what the diary says, once, or is told that it is gone."""
+"""Any order of work on a log keeps every row for every reader.
+
+Each reader gets every row once, or an error for trimmed ones.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +38,17 @@ LATER = 4e9
 
 @dataclass
 class Follower:
-    """A reader that is never in a hurry."""
+    """A reader that reads at its own pace."""
 
     batches: Iterator[ChangeBatch]
     table: TableSchema | None
     first: int
-    """It was asked for what comes after this commit."""
+    """The commit after which it reads."""
     seen: set[int] = field(default_factory=set)
 
 
 class Story:
-    """One sequence of things done to a log, and what must be true after each."""
+    """One sequence of work on a log, and the invariants after each step."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -60,7 +63,7 @@ class Story:
         self.other = OTHER
         self.key = 0
 
-    # What is done.
+    # Work.
 
     def given(self) -> list[Given]:
         tables = self.chance.sample([SHOP, self.other, THIRD], self.chance.randint(0, 3))
@@ -95,7 +98,7 @@ class Story:
         self.other = WIDER if self.other == OTHER else OTHER
 
     def number(self) -> None:
-        """The log's numbers of the tables, as far as they have one."""
+        """Return the log's numbers of the tables, as far as they have one."""
         self.log.schemas.load()
         for schema in TABLES:
             for number in self.log.schemas.numbers_named(schema.table):
@@ -129,7 +132,7 @@ class Story:
             sealer.clean(self.chance.choice([0.0, 300.0]))
 
     def hold(self) -> None:
-        """A table says that it has covered everything up to a commit; never less than before."""
+        """Report that a table has covered everything up to a commit; never less than before."""
         schema = self.chance.choice(TABLES)
         number = self.numbers.get(schema.relation)
         if number is None:
@@ -157,9 +160,9 @@ class Story:
         for number, (commit, seq) in self.held.items():
             was, now = before.tables.get(number), gone.tables.get(number)
             if now is not None and now != was and (was is None or was.last_seq <= seq or was.commit <= commit):
-                assert now.last_seq <= seq or now.commit <= commit, "what a table needs is gone"
+                assert now.last_seq <= seq or now.commit <= commit, "rows that a table needs are trimmed"
 
-    # What is read.
+    # Reads.
 
     def wanted(self, after: int, table: TableSchema | None) -> list[Noted]:
         return [
@@ -196,7 +199,10 @@ class Story:
         assert in_order(rows_of(log.follow(table=asked))) == kept
 
     def consume(self) -> None:
-        """A named reader reads a little and goes away; it goes on where it stopped, or one batch before."""
+        """Let a named reader read a little and stop.
+
+        It continues where it stopped, or one batch before.
+        """
         table = self.some_table()
         if table is None:
             return
@@ -208,7 +214,7 @@ class Story:
         del follower
         if rows:
             begun = whole.index(rows[0])
-            assert begun <= known, "passed over rows"
+            assert begun <= known, "skipped rows"
             assert rows == whole[begun : begun + len(rows)]
             self.consumed[table.relation] = max(known, begun + len(rows))
 
@@ -230,14 +236,14 @@ class Story:
             try:
                 rows = rows_of([next(follower.batches)])
             except LogTrimmed:
-                assert any(self.is_gone(item) for item in due), "told that what is there is gone"
+                assert any(self.is_gone(item) for item in due), "an error for rows that exist"
                 self.followers.remove(follower)
                 return
             mine = [item for item in due if item.row.schema.relation == rows[0].schema.relation]
             assert rows == [item.row for item in mine[: len(rows)]], "not the next rows of this table"
-            # Of many tables a commit is whole before the next begins.
+            # With many tables a commit is complete before the next begins.
             before = [item for item in due if item.commit < mine[0].commit]
-            assert not before, "passed over rows"
+            assert not before, "skipped rows"
             follower.seen |= {row.seq for row in rows}
 
     def look(self) -> None:
@@ -300,7 +306,7 @@ class Story:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_in_whatever_order_a_log_is_written_sealed_joined_cleaned_trimmed_and_read(quick: Path, seed: int) -> None:
+def test_every_reader_gets_each_row_once_in_any_order_of_work(quick: Path, seed: int) -> None:
     story = Story(quick, seed)
     story.play(STEPS)
     story.end()

@@ -1,6 +1,6 @@
-"""A clock that jumps: commits never seem older than those before them, nothing goes too soon, no lease is lost.
+"""Clock jumps: commit times never go back, nothing is removed early, no lease is lost.
 
-What retention makes of it is in test_retention.py.
+test_retention.py tests the effect on retention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Jump = Callable[[float], None]
 
 @pytest.fixture
 def jump(monkeypatch: pytest.MonkeyPatch) -> Jump:
-    """Sets the machine's clock so many seconds forward or, mostly, back."""
+    """Set the machine's clock so many seconds forward or, mostly, back."""
     real, real_ns = time.time, time.time_ns
 
     def set_clock(seconds: float) -> None:
@@ -47,10 +47,10 @@ def test_a_commit_is_never_older_than_the_one_before_it(diary: Diary, jump: Jump
     diary.commit(inserts(5))
     written = [header.written_at for header in ChangeLog.open(diary.path).headers(0)]
     assert written == sorted(written)
-    assert written[-1] - written[-2] > 0.9 * DAY * 1e6, "and it goes on with the clock once that is ahead again"
+    assert written[-1] - written[-2] > 0.9 * DAY * 1e6, "and it follows the clock once that is ahead again"
 
 
-def test_what_was_written_while_the_clock_jumped_is_sealed_joined_and_read(diary: Diary, jump: Jump) -> None:
+def test_commits_written_while_the_clock_jumped_are_sealed_merged_and_read(diary: Diary, jump: Jump) -> None:
     for step, seconds in enumerate((0.0, -DAY, 2 * DAY, -3 * DAY)):
         jump(seconds)
         diary.commit(inserts(step))
@@ -63,7 +63,9 @@ def test_what_was_written_while_the_clock_jumped_is_sealed_joined_and_read(diary
 
 
 @pytest.mark.parametrize("days", [-1, -400])
-def test_nothing_that_was_replaced_goes_before_its_time(diary: Diary, jump: Jump, days: float) -> None:
+def test_replaced_files_are_kept_for_the_grace_period_when_the_clock_jumps(
+    diary: Diary, jump: Jump, days: float
+) -> None:
     for key in range(3):
         diary.commit(inserts(key))
     seal(diary.path, grace_seconds=None)
@@ -79,22 +81,20 @@ def test_nothing_that_was_replaced_goes_before_its_time(diary: Diary, jump: Jump
     assert read_all(diary.path) == diary.rows()
 
 
-def test_commits_wait_to_be_sealed_as_long_as_they_should(
-    diary: Diary, jump: Jump, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seal_is_due_in_time_when_the_clock_jumps(diary: Diary, jump: Jump, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.monotonic
-    keeping = MaintenancePolicy(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=1000.0)
+    policy = MaintenancePolicy(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=1000.0)
     unsealed = UnsealedCommits(ChangeLog.open(diary.path))
     diary.commit(inserts(1))
-    assert not unsealed.is_seal_due(keeping)
+    assert not unsealed.is_seal_due(policy)
     jump(DAY)
-    assert not unsealed.is_seal_due(keeping), "the clock says a day"
+    assert not unsealed.is_seal_due(policy), "a day by the clock"
     jump(-DAY)
     monkeypatch.setattr(time, "monotonic", lambda: real() + 1000.0)
-    assert unsealed.is_seal_due(keeping), "the clock says it is not even written"
+    assert unsealed.is_seal_due(policy), "by the clock it is not even written"
 
 
-def test_a_lease_is_neither_lost_nor_kept_for_ever_by_a_clock_that_jumps(tmp_path: Path, jump: Jump) -> None:
+def test_a_clock_jump_neither_loses_a_lease_nor_keeps_it_for_ever(tmp_path: Path, jump: Jump) -> None:
     record = {
         "pid": 1,
         "host": "elsewhere",

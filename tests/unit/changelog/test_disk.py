@@ -1,4 +1,7 @@
-"""A disk that is full, read-only, failing or not ours: one clear error with the remedy, and nothing lost."""
+"""Disk trouble: one clear error with a remedy, and nothing lost.
+
+The disk is full, read-only, failing, or not accessible.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +44,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def read_only(disk: Path) -> Iterator[None]:
-    """As if the system had mounted the disk anew because of an error; open files stay open."""
+    """Remount the disk read-only, as after an error; open files stay open."""
     with mounted(disk, "--bind", str(disk)):
         subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
         yield
 
 
 def bulky(key: int, size: int) -> Given:
-    """A row that no compression makes smaller."""
+    """A row that compression does not make smaller."""
     return SHOP, [insert(key, big=random.randbytes(size // 2).hex())]
 
 
@@ -74,7 +77,7 @@ def appending(diary: Diary) -> None:
     diary.commit(bulky(10, 60_000))
 
 
-def recording_a_shape(diary: Diary) -> None:
+def recording_a_schema(diary: Diary) -> None:
     diary.commit(inserts(11, schema=named("public", "new", 77)))
 
 
@@ -97,7 +100,7 @@ def trimming(diary: Diary) -> None:
 
 WORK: dict[str, Callable[[Diary], None]] = {
     "appending": appending,
-    "recording a shape": recording_a_shape,
+    "recording a schema": recording_a_schema,
     "spilling a large transaction": spilling,
     "sealing": sealing,
 }
@@ -105,16 +108,16 @@ WORK: dict[str, Callable[[Diary], None]] = {
 
 LEFT_KIB: dict[str, tuple[int, ...]] = {
     "appending": (0, 4, 48),
-    "recording a shape": (0, 4),
+    "recording a schema": (0, 4),
     "spilling a large transaction": (0, 4, 80),
     "sealing": (0, 4, 24),
 }
-"""How much is left when it begins; never enough."""
+"""KiB that are left at the start; never enough."""
 
 
 @as_root
 @pytest.mark.parametrize(("name", "left"), [(name, left) for name, some in LEFT_KIB.items() for left in some])
-def test_on_a_full_disk_it_is_told_and_goes_on_once_there_is_room(
+def test_a_full_disk_is_reported_and_work_continues_once_there_is_room(
     small_disk: Path, diary: Diary, name: str, left: int
 ) -> None:
     work = WORK[name]
@@ -126,8 +129,8 @@ def test_on_a_full_disk_it_is_told_and_goes_on_once_there_is_room(
         assert "Free space" in caught.value.hint
         assert whole(diary)
         taken = stored_files(diary.path, "**/*") - before
-        # A shape that is recorded stays so. The others say who was there.
-        assert taken <= {"sealer.json", "sealer.lock", "schemas/2/1.json"}, "it took room and left it so"
+        # A recorded schema stays. The others name the files that were there.
+        assert taken <= {"sealer.json", "sealer.lock", "schemas/2/1.json"}, "it left its files on the disk"
     filler.unlink()
     work(diary)
     assert whole(diary)
@@ -139,7 +142,7 @@ def test_on_a_full_disk_it_is_told_and_goes_on_once_there_is_room(
 
 @as_root
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK.keys())
-def test_on_a_read_only_disk_it_is_told_and_goes_on_once_it_is_writable(
+def test_a_read_only_disk_is_reported_and_work_continues_once_it_is_writable(
     small_disk: Path, diary: Diary, work: Callable[[Diary], None]
 ) -> None:
     with read_only(small_disk):
@@ -147,7 +150,7 @@ def test_on_a_read_only_disk_it_is_told_and_goes_on_once_it_is_writable(
             with pytest.raises(LogUnusable, match="Read-only") as caught:
                 work(diary)
             assert not isinstance(caught.value, LogFull)
-            assert "mount it writable" in caught.value.hint
+            assert "Mount the file system writable" in caught.value.hint
             assert whole(diary)
     work(diary)
     assert whole(diary)
@@ -158,7 +161,7 @@ def test_on_a_read_only_disk_it_is_told_and_goes_on_once_it_is_writable(
 
 
 @as_root
-def test_what_may_go_goes_from_a_full_disk_too_and_then_there_is_room(small_disk: Path, diary: Diary) -> None:
+def test_removable_files_are_removed_from_a_full_disk(small_disk: Path, diary: Diary) -> None:
     sealing(diary)
     before = ChangeLog.open(diary.path).files("public.things")
     fill(small_disk)
@@ -176,10 +179,10 @@ def test_what_may_go_goes_from_a_full_disk_too_and_then_there_is_room(small_disk
 
 
 @as_root
-def test_what_a_killed_writer_left_does_not_keep_the_disk_full(small_disk: Path, diary: Diary) -> None:
+def test_files_of_a_killed_writer_do_not_keep_the_disk_full(small_disk: Path, diary: Diary) -> None:
     diary.piece(bulky(20, 300_000), continues=False)
     diary.reopen()
-    assert stored_files(diary.path, "big/*/*"), "nobody knew yet that it is nobody's"
+    assert stored_files(diary.path, "big/*/*"), "no commit has shown yet that it is left over"
     filler = fill(small_disk, leave=100_000)
     with pytest.raises(LogFull):
         diary.commit(bulky(20, 200_000))
@@ -190,7 +193,7 @@ def test_what_a_killed_writer_left_does_not_keep_the_disk_full(small_disk: Path,
 
 
 @as_root
-def test_a_log_is_opened_on_a_full_disk_and_goes_on_once_there_is_room(small_disk: Path, diary: Diary) -> None:
+def test_a_log_opens_on_a_full_disk_and_continues_once_there_is_room(small_disk: Path, diary: Diary) -> None:
     diary.close()
     filler = fill(small_disk)
     diary.reopen()
@@ -203,7 +206,7 @@ def test_a_log_is_opened_on_a_full_disk_and_goes_on_once_there_is_room(small_dis
 
 
 @as_root
-def test_a_log_that_cannot_be_begun_on_a_full_disk_is_begun_once_there_is_room(small_disk: Path) -> None:
+def test_a_new_log_on_a_full_disk_is_created_once_there_is_room(small_disk: Path) -> None:
     filler = fill(small_disk)
     with pytest.raises(LogFull, match="No space left") as caught:
         LogWriter(small_disk / "new", SOURCE)
@@ -213,7 +216,7 @@ def test_a_log_that_cannot_be_begun_on_a_full_disk_is_begun_once_there_is_room(s
 
 
 @as_root
-def test_a_read_only_disk_is_told(small_disk: Path) -> None:
+def test_a_read_only_disk_is_reported_with_a_hint(small_disk: Path) -> None:
     LogWriter(small_disk / "log", SOURCE).close()
     with read_only(small_disk):
         for path in (small_disk / "log", small_disk / "new"):
@@ -225,7 +228,7 @@ def test_a_read_only_disk_is_told(small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["file", "file/below"])
-def test_a_file_where_the_folder_should_be_is_told(tmp_path: Path, where: str) -> None:
+def test_a_file_instead_of_the_log_folder_is_reported(tmp_path: Path, where: str) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(LogUnusable) as caught:
         LogWriter(tmp_path / where, SOURCE)
@@ -233,22 +236,22 @@ def test_a_file_where_the_folder_should_be_is_told(tmp_path: Path, where: str) -
     assert (tmp_path / "file").read_text() == "mine"
 
 
-# --- the keeper --------------------------------------------------------------------------------------------
+# --- maintenance -------------------------------------------------------------------------------------------
 
 
 @as_root
-def test_a_keeper_on_a_full_disk_makes_the_room_that_the_writer_needs(small_disk: Path) -> None:
-    """Nothing but the log is on the disk: it must not fill it and stay so."""
+def test_maintenance_on_a_full_disk_makes_the_room_that_the_writer_needs(small_disk: Path) -> None:
+    """Only the log is on the disk: it must not fill it and stay full."""
     diary = Diary(small_disk / "log")
     diary.commit()
-    keeping = MaintenancePolicy(grace_seconds=1e6, retention=RetentionPolicy(age_seconds=None, bytes=850_000))
+    policy = MaintenancePolicy(grace_seconds=1e6, retention=RetentionPolicy(age_seconds=None, bytes=850_000))
     log, full = ChangeLog.open(diary.path), 0
 
     def put_in_order() -> int:
-        """Sealing or joining may find no room at first; how often it did."""
+        """Run one round; count how often sealing or merging found no room."""
         for tries in range(3):
             with suppress(LogFull):
-                maintain_once(log, keeping, seal=True)
+                maintain_once(log, policy, seal=True)
                 return tries
         return 3
 
@@ -260,17 +263,17 @@ def test_a_keeper_on_a_full_disk_makes_the_room_that_the_writer_needs(small_disk
             diary.commit(bulky(key, 60_000))
         if key % 4 == 0:
             full += put_in_order()
-    assert full, "it was never full"
+    assert full, "the disk was never full"
     kept = log.trimmed().tables[1].commit
     assert read_all(diary.path, after=kept) == diary.rows(after=kept)
     diary.close()
 
 
 @as_root
-def test_a_keeper_that_finds_no_room_stops_nobody_and_seals_when_there_is_some(
+def test_maintenance_without_room_blocks_no_writer_and_seals_once_there_is_room(
     small_disk: Path, diary: Diary, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeping = MaintenancePolicy(
+    policy = MaintenancePolicy(
         seal_commits=1,
         grace_seconds=0.0,
         retention=RetentionPolicy(age_seconds=None),
@@ -278,11 +281,11 @@ def test_a_keeper_that_finds_no_room_stops_nobody_and_seals_when_there_is_some(
         retry_seconds=0.1,
     )
     filler = fill(small_disk, 20 << 10)  # enough for a commit, not for a seal
-    keeper = LogMaintenance(diary.path, keeping)
-    keeper.start()
+    maintenance = LogMaintenance(diary.path, policy)
+    maintenance.start()
     try:
         assert eventually(lambda: "log-full" in [vars(said).get("code") for said in caplog.records])
-        # While it tries, it takes the room for a moment, and gives it back.
+        # Each try takes the room for a moment and frees it again.
         assert eventually(lambda: committed(diary, 60))
         assert whole(diary)
         filler.unlink()
@@ -290,13 +293,13 @@ def test_a_keeper_that_finds_no_room_stops_nobody_and_seals_when_there_is_some(
         assert eventually(lambda: ChangeLog.open(diary.path).seal_index.refresh() and sealed_to(diary) >= 4)
         assert whole(diary)
     finally:
-        keeper.stop()
-    assert [said for said in caplog.records if said.exc_info] == [], "it was foreseen"
+        maintenance.stop()
+    assert [said for said in caplog.records if said.exc_info] == [], "the error was expected"
     assert_nothing_left_over(diary.path)
 
 
 def committed(diary: Diary, key: int) -> bool:
-    """Whether there was room for it."""
+    """Return true if there was room for the commit."""
     with suppress(LogFull):
         diary.commit(inserts(key))
         return True
@@ -309,7 +312,7 @@ def sealed_to(diary: Diary) -> int:
     return log.seal_index.last_commit
 
 
-# --- a disk that fails in earnest --------------------------------------------------------------------------
+# --- a disk that really fails ------------------------------------------------------------------------------
 
 
 def go_on(diary: Diary) -> None:
@@ -318,8 +321,8 @@ def go_on(diary: Diary) -> None:
 
 
 @as_root
-def test_a_disk_that_fails_loses_nothing_that_was_promised(tmp_path: Path) -> None:
-    """A file system on a device that can hold less than it said: what it cannot write is an error of fsync."""
+def test_a_failing_disk_loses_nothing_that_was_reported_durable(tmp_path: Path) -> None:
+    """The device holds less than it claims: a write beyond that fails in fsync."""
     with mounted(tmp_path / "device", "-t", "tmpfs", "-o", "size=6m", "tmpfs") as device:
         image = device / "image"
         with image.open("wb") as file:
@@ -342,7 +345,9 @@ def test_a_disk_that_fails_loses_nothing_that_was_promised(tmp_path: Path) -> No
             filler.unlink()
             subprocess.run(["mount", "-o", "remount,size=64m", str(device)], check=True)
         with mounted(tmp_path / "disk", "-o", "loop", str(image)) as disk:
-            (disk / "log" / "owner.json").unlink(missing_ok=True)  # a torn one is waited for, and that takes long
+            (disk / "log" / "owner.json").unlink(
+                missing_ok=True
+            )  # a torn record makes the next process wait, which takes long
             again = Diary(disk / "log")
             assert again.writer.commit in (promised, promised + 1)
             assert read_all(disk / "log")[: len(noted)] == noted
@@ -363,7 +368,7 @@ CLOSED: dict[str, tuple[str, int, str]] = {
     "the list of its commits": ("log/hot", 0o711, "ChangeLog.open(path / 'log').newest()"),
     "one commit": (f"log/hot/{1:020d}.arrow", 0o600, "list(ChangeLog.open(path / 'log').follow(0))"),
 }
-"""What is closed to others, how, and what they try."""
+"""Paths closed to others, their modes, and what the others try."""
 
 AS_NOBODY = f"""
 import os, sys
@@ -385,9 +390,12 @@ for name, act in zip(sys.argv[2::2], sys.argv[3::2]):
 
 
 @pytest.fixture(scope="module")
-def told() -> Iterator[dict[str, str]]:
-    """What a user without rights is told in each case. One process for all: starting one takes a second."""
-    top = Path(tempfile.mkdtemp(prefix="tailrace-test-"))  # pytest's own folders may not be entered by others
+def errors() -> Iterator[dict[str, str]]:
+    """Return the errors of a user without rights, by case.
+
+    One process runs all cases, because a start takes a second.
+    """
+    top = Path(tempfile.mkdtemp(prefix="tailrace-test-"))  # other users may not enter pytest's own folders
     top.chmod(0o755)
     arguments = []
     for n, (closed, mode, act) in enumerate(CLOSED.values()):
@@ -412,20 +420,20 @@ def told() -> Iterator[dict[str, str]]:
 
 @as_root
 @pytest.mark.parametrize("case", CLOSED)
-def test_what_may_not_be_used_is_told_and_is_never_an_empty_log(told: dict[str, str], case: str) -> None:
-    assert "Permission denied" in told[case]
-    assert "[log-unusable] | hint: " in told[case]
+def test_a_log_without_permission_is_reported_and_never_an_empty_log(errors: dict[str, str], case: str) -> None:
+    assert "Permission denied" in errors[case]
+    assert "[log-unusable] | hint: " in errors[case]
 
 
 LOST: dict[str, tuple[str, str]] = {
     "commits": ("hot", "appending"),
-    "shapes": ("schemas", "recording a shape"),
+    "schemas": ("schemas", "recording a schema"),
     "pieces": ("big", "spilling a large transaction"),
     "seals": ("cold", "sealing"),
     "sealed files": ("cold/files", "sealing"),
     "the log": ("", "sealing"),
 }
-"""What its own user may no longer write to, and what is under way then."""
+"""Folders that their owner may no longer write to, and the work then."""
 
 AS_OWNER = f"""
 import os, sys
@@ -439,22 +447,22 @@ for number, (folder, name) in enumerate(LOST.values()):
     diary.commit(inserts(1))
     (diary.path / "cold" / "files").mkdir(exist_ok=True)
     (diary.path / folder).chmod(0o555)
-    said = []
+    messages = []
     for _ in range(2):
         try:
             WORK[name](diary)
         except LogUnusable as error:
-            said.append(str(error))
+            messages.append(str(error))
     before = whole(diary)
     (diary.path / folder).chmod(0o755)
     WORK[name](diary)
-    print(before and whole(diary), *said, sep="\\t")
+    print(before and whole(diary), *messages, sep="\\t")
     diary.close()
 """
 
 
 @as_root
-def test_whoever_loses_the_right_to_write_is_told_and_goes_on_once_it_is_back() -> None:
+def test_lost_write_permission_is_reported_and_work_continues_once_it_is_back() -> None:
     top = Path(tempfile.mkdtemp(prefix="tailrace-test-"))
     os.chown(top, NOBODY, NOBODY)
     done = subprocess.run(
@@ -467,8 +475,8 @@ def test_whoever_loses_the_right_to_write_is_told_and_goes_on_once_it_is_back() 
     )
     shutil.rmtree(top)
     assert done.returncode == 0, done.stderr
-    told = dict(zip(LOST, (line.split("\t") for line in done.stdout.splitlines()), strict=True))
-    for case, (right, *said) in told.items():
+    errors = dict(zip(LOST, (line.split("\t") for line in done.stdout.splitlines()), strict=True))
+    for case, (right, *said) in errors.items():
         assert right == "True", case
         assert len(said) == 2, case
         for text in said:

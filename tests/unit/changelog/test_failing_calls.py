@@ -1,7 +1,8 @@
-"""Any one call to the disk may fail, once or for good: it is told, nothing is lost, and no promise is broken.
+"""Any one call to the disk may fail, once or for good.
 
-`tests/support/fault_story.py` is what happens; here is what fails in it. Each run takes other calls, so that in time
-every one has failed. `TAILRACE_TEST_FAULTS=all` lets each of them fail now, which takes minutes.
+It is reported, nothing is lost, and no promise is broken. `tests/support/fault_story.py` is the work in which calls
+fail. Each run fails other calls, so that in time every one has failed. `TAILRACE_TEST_FAULTS=all` fails each of them in
+one run, which takes minutes.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def told(library: Path, *arguments: str) -> str:
-    """What a process says whose calls to the disk can be made to fail."""
+def run_failing(library: Path, *arguments: str) -> str:
+    """Return the output of a process whose disk calls can be made to fail."""
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
@@ -57,13 +58,13 @@ def told(library: Path, *arguments: str) -> str:
         pytest.param(LINKS | NEW | Call.WRITE, errno.EROFS, True, 4, id="everything, as on a read-only disk"),
     ],
 )
-def test_whatever_fails_is_told_and_costs_nothing(
+def test_any_failing_call_is_reported_and_loses_nothing(
     library: Path, tmp_path: Path, calls: Call, error: int, lasting: bool, lives: int
 ) -> None:
     if os.environ.get("TAILRACE_TEST_FAULTS") == "all":
         lives = 10_000
     with quick_folder(tmp_path) as folder:
-        said = told(
+        output = run_failing(
             library,
             "-m",
             "tests.support.fault_story",
@@ -74,9 +75,9 @@ def test_whatever_fails_is_told_and_costs_nothing(
             str(lives),
             str(random.randrange(1_000_000)),
         )
-    lived, failed = map(int, said.split())
+    lived, failed = map(int, output.split())
     assert lived >= 3
-    # A sync that fails is always told. What is removed is mostly swept later anyway, and some is only for people.
+    # A failed sync is always reported. Removed files are mostly swept later anyway, and some are only for people.
     assert failed == lived if calls == Call.SYNC else failed
 
 
@@ -97,20 +98,20 @@ disk = Disk(top / "disk", top / "trace")
 log = top / "disk" / "log"
 writer = LogWriter(log, SOURCE)
 writer.append(rows_window(0, 100, 1))
-coming = rows_window(100, 200, 2, 3)
+next_window = rows_window(100, 200, 2, 3)
 if large:
     writer.append(open_window(100, part(0, 2)))
-    coming = finishing_window(100, 200, part(1, 3))
+    next_window = finishing_window(100, 200, part(1, 3))
 disk.fail(Call.SYNC, 4 if large else 2, error)  # the folder's, once the commit has its name
 try:
-    writer.append(coming)
+    writer.append(next_window)
     raise SystemExit("it was claimed")
 except LogUnusable as failure:
     assert not isinstance(failure, LogFull), "that would be tried again"
     assert "may not be durable" in failure.message and "start again" in failure.hint, failure
 disk.heal()
 assert writer.position.value == 100, "it was claimed"
-assert ids(list(ChangeLog.open(log).follow(0))) == [(1, 1), (2, 2), (3, 3)], "whoever has read it was not wrong"
+assert ids(list(ChangeLog.open(log).follow(0))) == [(1, 1), (2, 2), (3, 3)], "a reader of it has read the right rows"
 for again in (rows_window(100, 200, 2, 3), rows_window(100, 300, 2, 3, 4)):
     try:
         writer.append(again)
@@ -123,7 +124,7 @@ assert next_one.position.value == 200, "it is found"
 disk.after_power_cut(top / "left")
 (top / "left" / "log" / "owner.json").unlink()
 survivor = LogWriter(top / "left" / "log", SOURCE)
-assert survivor.position.value == 200, "it is durable before the source is told"
+assert survivor.position.value == 200, "it is durable before the source is confirmed"
 survivor.close()
 next_one.append(rows_window(200, 300, 4))
 next_one.close()
@@ -135,4 +136,4 @@ assert ids(list(ChangeLog.open(log).follow(0))) == [(1, 1), (2, 2), (3, 3), (4, 
 def test_a_commit_that_may_not_be_durable_is_found_again_and_never_written_twice(
     library: Path, tmp_path: Path, size: str, error: int
 ) -> None:
-    told(library, "-c", DOUBT, str(tmp_path), size, str(error))
+    run_failing(library, "-c", DOUBT, str(tmp_path), size, str(error))

@@ -1,4 +1,7 @@
-"""The streams `schema` and `message`: read like tables, kept and sealed like tables, and not in the way of tables."""
+"""The streams `schema` and `message` are read, kept and sealed like tables.
+
+They never disturb the tables.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ from tests.support.windows import SOURCE, named
 WIDER = replace(SHOP, columns=(*SHOP.columns, Column(name="added", source_type="bool", type=pa.bool_())))
 
 
-def said(*messages: tuple[str, bytes], transactional: bool = True) -> Given:
-    """Messages as a source hands them over."""
+def messages_of(*messages: tuple[str, bytes], transactional: bool = True) -> Given:
+    """Return messages as a source sends them."""
     return MESSAGE_STREAM, [
         Change(
             op=Operation.MESSAGE.value, values={"prefix": prefix, "content": content, "transactional": transactional}
@@ -61,7 +64,7 @@ def test_each_version_is_announced_once_at_its_first_row(diary: Diary, sealed: b
     assert read_all(diary.path) == diary.rows()
 
 
-def test_a_record_has_the_place_and_the_definition_of_its_shape(diary: Diary) -> None:
+def test_a_record_has_the_offset_and_the_definition_of_its_schema(diary: Diary) -> None:
     diary.commit()
     diary.commit(inserts(1, schema=OTHER), (WIDER, [insert(2, added=True)]))
     (_, row) = rows_of(ChangeLog.open(diary.path).follow(table="schema"))
@@ -72,7 +75,7 @@ def test_a_record_has_the_place_and_the_definition_of_its_shape(diary: Diary) ->
     assert TableSchema.from_json(json.loads(row.values["definition"])) == WIDER
 
 
-def test_following_shapes_from_a_commit_and_by_name(diary: Diary) -> None:
+def test_the_schema_stream_is_followed_from_a_commit_and_by_name(diary: Diary) -> None:
     diary.commit(inserts(1))
     diary.commit(inserts(2, schema=OTHER))
     seal(diary.path)
@@ -84,12 +87,12 @@ def test_following_shapes_from_a_commit_and_by_name(diary: Diary) -> None:
         [3],
         [],
     ]
-    assert [row.seq for row in rows_of(log.follow(table="schema", consumer="shapes"))] == [1, 2, 3]
-    assert list(log.follow(table="schema", consumer="shapes")) == []
+    assert [row.seq for row in rows_of(log.follow(table="schema", consumer="schemas"))] == [1, 2, 3]
+    assert list(log.follow(table="schema", consumer="schemas")) == []
     assert [row["table"] for row in glob_rows(diary.path, SCHEMA_STREAM_NUMBER)] == [1, 2]
 
 
-def test_shapes_take_no_number_of_the_rows_and_are_not_among_them(diary: Diary) -> None:
+def test_schema_records_use_no_row_numbers_and_are_not_among_the_rows(diary: Diary) -> None:
     diary.commit(inserts(1), inserts(2, schema=OTHER))
     seal(diary.path)
     diary.commit((WIDER, [insert(3)]))
@@ -111,13 +114,13 @@ diary.commit(inserts(2), inserts(3, schema=OTHER))
 """
 
 
-@pytest.mark.parametrize("place", ["log.schema_recorded", "log.before_write", "log.after_link"])
+@pytest.mark.parametrize("failpoint", ["log.schema_recorded", "log.before_write", "log.after_link"])
 def test_a_version_is_announced_once_when_its_writer_died_around_its_commit(
-    diary: Diary, place: str, tmp_path: Path
+    diary: Diary, failpoint: str, tmp_path: Path
 ) -> None:
     diary.commit(inserts(1))
     diary.close()
-    armed = {"TAILRACE_FAILPOINT": place, "TAILRACE_FAILPOINT_LOG": str(tmp_path / "hits")}
+    armed = {"TAILRACE_FAILPOINT": failpoint, "TAILRACE_FAILPOINT_LOG": str(tmp_path / "hits")}
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(diary.path)],
         env={**os.environ, **armed, "PYTHONPATH": os.getcwd()},
@@ -134,8 +137,8 @@ def test_a_version_is_announced_once_when_its_writer_died_around_its_commit(
     assert len(announced(diary.path)) == 3
 
 
-def test_a_version_that_no_row_ever_had_is_announced_with_the_next(diary: Diary) -> None:
-    """Recorded by a writer that died, for a transaction that then never came."""
+def test_a_version_without_rows_is_announced_with_the_next(diary: Diary) -> None:
+    """A writer recorded it for a transaction that never arrived, and died."""
     diary.commit(inserts(1))
     diary.writer._schemas.record(OTHER)
     diary.reopen()
@@ -156,8 +159,8 @@ def test_a_version_that_no_row_ever_had_is_announced_with_the_next(diary: Diary)
 @pytest.mark.parametrize("sealed", [False, True])
 def test_messages_are_kept_in_order_and_are_not_among_the_rows_of_tables(diary: Diary, sealed: bool) -> None:
     diary.commit(inserts(1))
-    diary.commit(said(("app", b"\x00\xff"), ("", b"")), inserts(2))
-    diary.commit(said(("late", b"x"), transactional=False))
+    diary.commit(messages_of(("app", b"\x00\xff"), ("", b"")), inserts(2))
+    diary.commit(messages_of(("late", b"x"), transactional=False))
     diary.commit(inserts(3))
     if sealed:
         seal(diary.path)
@@ -177,35 +180,35 @@ def test_messages_are_kept_in_order_and_are_not_among_the_rows_of_tables(diary: 
 
 
 def test_messages_have_positions_in_pieces_too(diary: Diary) -> None:
-    diary.piece(said(("a", b"1")), inserts(1))
-    diary.finish(said(("b", b"2")))
+    diary.piece(messages_of(("a", b"1")), inserts(1))
+    diary.finish(messages_of(("b", b"2")))
     seal(diary.path)
     assert rows_of(ChangeLog.open(diary.path).follow(table="message")) == diary.rows(schema=MESSAGE_STREAM)
 
 
-def test_a_writer_finds_the_streams_again(diary: Diary) -> None:
-    diary.commit(said(("a", b"1")), inserts(1))
+def test_a_new_writer_finds_the_streams(diary: Diary) -> None:
+    diary.commit(messages_of(("a", b"1")), inserts(1))
     diary.reopen()
-    diary.commit(said(("b", b"2")), (WIDER, [insert(2)]))
+    diary.commit(messages_of(("b", b"2")), (WIDER, [insert(2)]))
     assert rows_of(ChangeLog.open(diary.path).follow(table="message")) == diary.rows(schema=MESSAGE_STREAM)
     assert sorted(path.name for path in (diary.path / "schemas").iterdir()) == ["0", "1", "2"]
 
 
-def test_a_stream_that_has_nothing_yet_can_be_followed_already(diary: Diary) -> None:
+def test_an_empty_stream_can_be_followed(diary: Diary) -> None:
     diary.commit(inserts(1))
     log = ChangeLog.open(diary.path)
     assert list(log.follow(table="message")) == []
     following = log.follow(table="message", wait_seconds=None, consumer="listener")
-    diary.commit(said(("a", b"1")))
+    diary.commit(messages_of(("a", b"1")))
     assert rows_of([next(following)]) == diary.rows(schema=MESSAGE_STREAM)
     del following
-    with pytest.raises(ConfigError, match="no rows of such a table"):
+    with pytest.raises(ConfigError, match="no rows of this table"):
         list(log.follow(table="messages"))
 
 
 def test_tables_of_the_source_named_like_the_streams_are_tables(diary: Diary) -> None:
     mine: list[Any] = [named("public", "schema", 7), named("public", "message", 8)]
-    diary.commit(*(inserts(n, schema=schema) for n, schema in enumerate(mine)), said(("a", b"b")))
+    diary.commit(*(inserts(n, schema=schema) for n, schema in enumerate(mine)), messages_of(("a", b"b")))
     seal(diary.path)
     log = ChangeLog.open(diary.path)
     for schema in mine:

@@ -69,7 +69,7 @@ def status_of(*tables: TableStatus, **more: Any) -> PipelineStatus:
 
 @dataclass
 class FakeEngine:
-    """Remembers what it was asked and answers what it was given."""
+    """Records its calls, and returns or raises what the test sets."""
 
     tables: tuple[TableStatus, ...] = (table("customers"),)
     raises: BaseException | None = None
@@ -162,8 +162,8 @@ def tailrace_process(*arguments: str, **options: Any) -> subprocess.CompletedPro
         (["check", "x", "--bogus"], "unrecognized arguments: --bogus", "`tailrace check --help`"),
         (["run", "x", "--until"], "unrecognized arguments: --until", "`tailrace run --help`"),
         (["rebuild", "x", "a.b", "a.c"], "unrecognized arguments: a.c", "`tailrace rebuild --help`"),
-        (["dead-letters", "x"], "the following arguments are required: ACTION\n", "Say what to do: list or replay."),
-        (["checkpoints", "x"], "required: ACTION\n", "Say what to do: list or seed or delete."),
+        (["dead-letters", "x"], "the following arguments are required: ACTION\n", "Give an action: list or replay."),
+        (["checkpoints", "x"], "required: ACTION\n", "Give an action: list or seed or delete."),
         (["tail"], "the following arguments are required: FILE\n", "`tailrace tail --help`"),
         (["status", "x", "--log-level", "loud"], "invalid choice: 'loud'", "`tailrace status --help`"),
     ],
@@ -204,9 +204,9 @@ def test_nothing_heavy_is_imported_to_answer_at_once(arguments: list[str], file:
         "heavy = names & set(sys.modules)\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)\n"
     )
-    given = [file if argument == "FILE" else argument for argument in arguments]
+    words = [file if argument == "FILE" else argument for argument in arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent)}
-    command = [sys.executable, "-c", code, *given]
+    command = [sys.executable, "-c", code, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -225,7 +225,7 @@ def test_check_says_ok_for_a_good_file(file: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{file}: ok\n", "")
 
 
-def test_check_prints_every_problem_with_its_place_and_hint_and_exits_2(tmp_path: Path) -> None:
+def test_check_prints_every_problem_with_its_line_and_hint_and_exits_2(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(GOOD.replace("name: shop", "nam: shop").replace("delta", "csv"))
     done = tailrace_process("check", str(path))
@@ -233,14 +233,14 @@ def test_check_prints_every_problem_with_its_place_and_hint_and_exits_2(tmp_path
     assert lines(done.stderr) == [
         f"error: {path}:1:1: `name` is missing",
         "hint: For example: `name: shop`.",
-        f"error: {path}:1:1: `nam` is not a key we know",
+        f"error: {path}:1:1: `nam` is not a known key",
         "hint: Did you mean `name`?",
-        f"error: {path}:6:18: `tables.format` names `csv`, which is no table format",
+        f"error: {path}:6:18: `tables.format` names `csv`, which is not a table format",
         "hint: Use `format: delta`, or `format: iceberg`.",
     ]
 
 
-def test_check_tells_a_missing_file_without_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_a_missing_file_without_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "/no/such.yaml"]) == ExitCode.CONFIG
     assert lines(capsys.readouterr().err) == ["error: /no/such.yaml: the file does not exist", "hint: Check the path."]
 
@@ -281,7 +281,9 @@ def test_check_with_json_gives_an_empty_list_for_a_good_file(file: str, capsys: 
         (["capture", "--until-caught-up", "--child"], ("capture", True, True)),
     ],
 )
-def test_a_command_asks_the_pipeline_for_just_that(arguments: list[str], asked: tuple[object, ...], file: str) -> None:
+def test_a_command_calls_the_pipeline_with_its_flags(
+    arguments: list[str], asked: tuple[object, ...], file: str
+) -> None:
     engine = FakeEngine()
     assert main([*arguments, file], engine=engine) == ExitCode.OK
     assert engine.asked == [asked]
@@ -327,7 +329,7 @@ def test_a_table_that_cannot_catch_up_ends_the_wait_with_exit_code_5(
     assert "hint: " in printed.err
 
 
-def test_a_broken_table_is_told_with_its_reason_and_remedy(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_table_is_reported_with_its_reason_and_remedy(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", file, "--quiet"], engine=FakeEngine(tables=(FAILED,))) == ExitCode.OK
     assert lines(capsys.readouterr().err) == [
         "error: public.orders is failed: a column was added [schema-changed]",
@@ -335,7 +337,7 @@ def test_a_broken_table_is_told_with_its_reason_and_remedy(file: str, capsys: py
     ]
 
 
-def test_the_exit_code_of_the_pipeline_is_the_command_s(file: str) -> None:
+def test_the_command_ends_with_the_exit_code_of_the_pipeline(file: str) -> None:
     assert main(["run", file, "--quiet"], engine=FakeEngine(exit_code=ExitCode.LOG)) == ExitCode.LOG
 
 
@@ -368,7 +370,7 @@ def test_status_with_json_is_the_status_object(file: str, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out) == status_of(FAILED).to_json()
 
 
-def test_a_trimmed_log_says_where_it_begins_and_what_it_takes_on_disk() -> None:
+def test_the_headline_of_a_trimmed_log_has_its_first_commit_and_its_size_on_disk() -> None:
     log = LogStatus(path="/log", commits=100, first_commit=81, last_commit=100, bytes=5, disk_bytes=3 << 20)
     assert "log 3.0 MiB in 20 commits from 81 on" in status_view.headline(replace(status_of(), log=log))
 
@@ -401,7 +403,7 @@ def test_drop_without_a_terminal_asks_for_yes(
 
 
 class Terminal(io.StringIO):
-    """Someone types this."""
+    """A terminal on which a person types this."""
 
     def isatty(self) -> bool:
         return True
@@ -426,7 +428,7 @@ def test_drop_removes_only_after_a_yes(
 
 
 @pytest.mark.parametrize("command", ["run", "capture", "apply", "status", "snapshot", "retry", "drop"])
-def test_every_command_tells_a_broken_settings_file(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_reports_a_broken_settings_file(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "/no/such.yaml"]) == ExitCode.CONFIG
     assert lines(capsys.readouterr().err) == ["error: /no/such.yaml: the file does not exist", "hint: Check the path."]
 
@@ -449,19 +451,21 @@ def test_an_error_prints_two_lines_and_its_exit_code(
     ]
 
 
-def test_a_child_tells_its_error_to_its_parent_only(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_child_reports_its_error_to_its_parent_only(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     error = LogBusy("another process writes the log", hint="Stop it.", pid=7, path=Path("/log"))
     assert main(["capture", file, "--child"], engine=FakeEngine(raises=error)) == ExitCode.BUSY
     printed = capsys.readouterr()
     assert printed.err == ""
-    told = json.loads(printed.out)
-    assert told["exit_code"] == ExitCode.BUSY
-    back = error_from_json(told["error"])
+    report = json.loads(printed.out)
+    assert report["exit_code"] == ExitCode.BUSY
+    back = error_from_json(report["error"])
     assert isinstance(back, LogBusy)
     assert str(back) == str(error)
 
 
-def test_an_unexpected_error_names_its_place_but_not_its_text(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unexpected_error_is_reported_with_its_location_but_not_its_text(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine = FakeEngine(raises=KeyError("a row's value"))
     assert main(["run", file, "--quiet"], engine=engine) == ExitCode.INTERNAL
     first, second = lines(capsys.readouterr().err)
@@ -490,7 +494,7 @@ def test_an_interrupt_ends_quietly_with_130(file: str, capsys: pytest.CaptureFix
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_reader_that_leaves_is_no_error(file: str) -> None:
+def test_a_reader_that_leaves_is_not_an_error(file: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent)}
@@ -506,7 +510,7 @@ def test_a_reader_that_leaves_is_no_error(file: str) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_terminal_that_cannot_show_a_letter_gets_its_code(tmp_path: Path) -> None:
+def test_a_character_that_the_terminal_cannot_show_is_printed_as_its_code(tmp_path: Path) -> None:
     path = tmp_path / "säge.yaml"
     path.write_text(GOOD)
     environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent), "PYTHONIOENCODING": "ascii"}
@@ -566,17 +570,17 @@ def test_a_first_load_has_a_bar_that_is_full_only_at_its_end() -> None:
     assert "7 …" in text
 
 
-def test_what_was_written_stands_beside_how_many_times_the_changes_that_is() -> None:
+def test_written_bytes_are_shown_with_the_write_amplification() -> None:
     busy, quiet = table("a", bytes_changed=2 << 20, bytes_written=9 << 20), table("b")
     console = screen()
     console.print(status_view.tables_view([busy, quiet]))
     assert "9.0 MiB (4.5×)" in shown(console)
     data = status_of(busy, quiet).to_json()["tables"]
     assert [found["write_amplification"] for found in data] == [4.5, None]
-    assert replace(busy, bytes_written=1 << 20).write_amplification == 0.5, "it follows what it is made of"
+    assert replace(busy, bytes_written=1 << 20).write_amplification == 0.5, "it follows from the two sizes"
     without = screen()
     without.print(status_view.tables_view([quiet]))
-    assert "written" not in shown(without), "before the first change there is nothing to tell"
+    assert "written" not in shown(without), "there is no column before the first change"
     closing = status_view.summary_text(Summary(name="shop", command="run", seconds=1.0, tables=(busy, quiet)))
     assert closing.endswith("9.0 MiB written for 2.0 MiB of changes (4.5×)")
 
@@ -587,7 +591,7 @@ def test_every_state_can_be_shown() -> None:
     assert all(f" {state.value} " in shown(console) for state in TableState)
 
 
-def test_too_many_tables_show_the_broken_ones_first() -> None:
+def test_of_too_many_tables_the_failed_ones_are_shown_first() -> None:
     tables = [table(f"t{n}", lag_bytes=n) for n in range(50)] + [FAILED]
     console = screen()
     console.print(status_view.live_view(status_of(*tables), rows_fit=20))
@@ -600,7 +604,7 @@ def test_too_many_tables_show_the_broken_ones_first() -> None:
     assert "Reload it." in text
 
 
-def test_a_name_cannot_style_or_steer_the_terminal() -> None:
+def test_a_name_cannot_style_or_control_the_terminal() -> None:
     console = screen(force_terminal=True)
     evil = table("[red]x[/red]\x1b[2J\n", TableState.FAILED, reason="x", detail="\x1b]0;owned\x07")
     status_view.print_status(status_of(evil), console)
@@ -621,7 +625,7 @@ def test_the_live_table_is_redrawn_and_events_pass_above_it() -> None:
     assert "load ended table=public.a" in text
     assert "77" in text
     assert "2.0 KiB" in text
-    assert "\x1b[?25h" in text, "the cursor is given back"
+    assert "\x1b[?25h" in text, "the terminal's cursor is shown again"
 
 
 def test_progress_without_a_terminal_is_a_line_every_few_seconds_and_one_per_change() -> None:
@@ -644,7 +648,7 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds_and_one_per_cha
 
 
 class Broken(io.StringIO):
-    """A terminal or a reader that went away."""
+    """A terminal or a reader that has gone."""
 
     def __init__(self, gone: OSError) -> None:
         super().__init__()
@@ -665,7 +669,7 @@ def test_an_observer_never_stops_the_pipeline(
         observer.event("still here")
         observer.tick(status_of(table("a")))
         console.file = io.StringIO()
-        observer.event("not told again")
+        observer.event("dropped")
     assert shown(console) == ""
 
 
@@ -701,7 +705,7 @@ def test_a_real_terminal_gets_the_live_table(tmp_path: Path, file: str) -> None:
         while True:
             try:
                 piece = os.read(ours, 65536)
-            except OSError:  # Linux says so when the other side has closed.
+            except OSError:  # Linux raises when the other side has closed.
                 break
             if not piece:
                 break
@@ -731,8 +735,8 @@ def test_a_log_line_is_a_fragment_and_its_fields(capsys: pytest.CaptureFixture[s
 def test_a_log_line_holds_no_secret_and_no_second_line(capsys: pytest.CaptureFixture[str]) -> None:
     log_lines.set_up("info")
     log_lines.hide_passwords_of("postgresql://app:p%40ss-word@h/db")
-    told = {"url": "postgres://u:other@h/db", "bare": "p@ss-word", "setting": "password='x y'"}
-    logging.getLogger("tailrace").error("failed with p%40ss-word\nand more", extra=told)
+    fields = {"url": "postgres://u:other@h/db", "bare": "p@ss-word", "setting": "password='x y'"}
+    logging.getLogger("tailrace").error("failed with p%40ss-word\nand more", extra=fields)
     (line,) = lines(capsys.readouterr().err)
     assert line.endswith('error failed with *** and more url=postgres://u:***@h/db bare=*** setting="password=***"')
 
@@ -769,12 +773,12 @@ def test_setting_up_twice_prints_once(capsys: pytest.CaptureFixture[str]) -> Non
 # ---- the values
 
 
-def test_a_failed_table_must_say_why() -> None:
-    with pytest.raises(ValueError, match="says why"):
+def test_a_failed_table_must_have_a_reason() -> None:
+    with pytest.raises(ValueError, match="has no `reason`"):
         table("a", TableState.FAILED)
 
 
-def test_only_broken_tables_change_the_exit_code() -> None:
+def test_only_blocked_tables_change_the_exit_code() -> None:
     well = [table(state.value, state) for state in TableState if not state.is_blocked]
     assert tables_exit_code(well) is ExitCode.OK
     assert tables_exit_code([*well, table("x", TableState.NEEDS_SNAPSHOT)]) is ExitCode.TABLE
@@ -788,14 +792,14 @@ def test_the_status_is_plain_json_all_the_way_down() -> None:
     assert list(data) == ["name", "running", "source", "log", "tables", "capture_pid", "apply_pid", "merging_share"]
 
 
-def test_the_headline_tells_how_much_of_the_time_merging_takes_while_someone_merges() -> None:
+def test_the_headline_shows_the_merging_share_while_a_process_applies() -> None:
     merging = status_of(merging_share=0.4721)
     assert status_view.headline(merging).endswith("merging 47% of the time")
     assert merging.to_json()["merging_share"] == 0.472
     assert "merging" not in status_view.headline(status_of())
 
 
-def test_an_error_of_an_unknown_code_comes_back_as_the_root() -> None:
+def test_an_error_with_an_unknown_code_is_restored_as_the_root_class() -> None:
     stored = {**error_to_json(LogBusy("m", hint="h")), "code": "from-the-future"}
     back = error_from_json(stored)
     assert type(back) is TailraceError

@@ -56,7 +56,7 @@ def file(diary: Diary) -> str:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], file: str) -> Any:
-    """Runs a command on the settings file: its exit code, what it said on stdout, and on stderr."""
+    """Run a command on the settings file; return its exit code, stdout and stderr."""
 
     def called(command: str, *arguments: str) -> tuple[int, str, str]:
         code = main([command, file, *arguments])
@@ -69,7 +69,7 @@ def call(capsys: pytest.CaptureFixture[str], file: str) -> Any:
 # --- show --------------------------------------------------------------------------------------------------
 
 
-def test_show_tells_commits_rows_bytes_and_tables_without_a_source(call: Any, diary: Diary) -> None:
+def test_show_prints_commits_rows_bytes_and_tables_without_a_source(call: Any, diary: Diary) -> None:
     list(ChangeLog.open(diary.path).follow(consumer="nightly"))
     code, out, err = call("log", "show")
     assert (code, err) == (0, "")
@@ -89,7 +89,7 @@ def test_show_with_json_is_one_object(call: Any) -> None:
     assert {"hot_bytes", "big_bytes", "cold_bytes", "bytes", "written_from", "written_to"} <= set(shown)
 
 
-def test_a_log_that_is_not_there_yet_is_told_with_what_makes_it(call: Any, tmp_path: Path) -> None:
+def test_a_missing_log_is_reported_with_the_command_that_makes_it(call: Any, tmp_path: Path) -> None:
     (tmp_path / "tailrace.yaml").write_text(SETTINGS.replace("./log", "./elsewhere"))
     for command in (("log", "show"), ("log", "verify"), ("log", "seal"), ("log", "trim"), ("consumers",)):
         code, out, err = call(*command)
@@ -102,7 +102,7 @@ def test_a_log_that_is_not_there_yet_is_told_with_what_makes_it(call: Any, tmp_p
 # --- verify ------------------------------------------------------------------------------------------------
 
 
-def test_schemas_tells_every_version_and_what_changed(call: Any, diary: Diary) -> None:
+def test_schemas_prints_every_version_and_what_changed(call: Any, diary: Diary) -> None:
     diary.commit(inserts(6, schema=WIDER))
     code, out, _ = call("log", "schemas")
     assert code == ExitCode.OK
@@ -167,32 +167,32 @@ def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(file: str) -> None:
 # --- seal and trim -----------------------------------------------------------------------------------------
 
 
-def test_seal_says_what_it_did(call: Any, diary: Diary) -> None:
+def test_seal_prints_its_result(call: Any, diary: Diary) -> None:
     code, out, err = call("log", "seal")
     assert (code, err) == (0, "")
     assert out.startswith("sealed 3 commits (5 rows) into ")
     assert "removed 2 replaced files" in out
-    assert call("log", "seal")[1].startswith("there was nothing to seal")
+    assert call("log", "seal")[1].startswith("nothing to seal")
     diary.commit(inserts(6))
     assert json.loads(call("log", "seal", "--json")[1])["commits"] == 1
 
 
-def test_trim_says_what_went_and_who_holds_the_rest(call: Any, diary: Diary) -> None:
+def test_trim_prints_its_result_and_the_readers_that_hold_the_rest(call: Any, diary: Diary) -> None:
     table = TableProgress(table=TableId("public", "things"), numbers=(1,), commit=1, seq=2)
     write_table_progress(diary.path, [table])
-    assert "3 commits not sealed yet can go only after `tailrace log " in call("log", "trim")[1]
+    assert "3 commits not sealed yet can be trimmed only after `tailrace log " in call("log", "trim")[1]
     call("log", "seal")
-    assert call("log", "trim")[1].startswith("there was nothing to let go of"), "a week is kept"
+    assert call("log", "trim")[1].startswith("nothing to trim"), "a week is kept"
     code, out, err = call("log", "trim", "--older-than", "0s")
     assert (code, err) == (0, "")
-    assert out.startswith("let go of ")
+    assert out.startswith("trimmed ")
     assert "table public.things holds " in out
     assert call("log", "trim", "--older-than", "0s", "--json")[1].count('"public.things"') == 2
     assert ChangeLog.open(diary.path).files("public.things")
     assert not ChangeLog.open(diary.path).files("public.other")
 
 
-def test_who_seals_meanwhile_is_named(call: Any, diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_that_seals_is_named(call: Any, diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_actions, "WAIT_SECONDS", 0.1)
     with Sealer(diary.path):
         code, out, err = call("log", "seal")
@@ -212,7 +212,7 @@ def test_who_seals_meanwhile_is_named(call: Any, diary: Diary, monkeypatch: pyte
         (["consumers", "--forget", "../x"], "a consumer's name is", "nightly-export"),
     ],
 )
-def test_a_wrong_call_is_told_and_exits_2(call: Any, arguments: list[str], error: str, hint: str) -> None:
+def test_a_wrong_call_is_reported_and_exits_2(call: Any, arguments: list[str], error: str, hint: str) -> None:
     code, out, err = call(*arguments)
     assert (code, out) == (ExitCode.CONFIG, "")
     first, second = err.splitlines()
@@ -224,7 +224,7 @@ def test_a_wrong_call_is_told_and_exits_2(call: Any, arguments: list[str], error
 
 
 def test_consumers_lists_tables_and_readers_and_forgets_one(call: Any, diary: Diary) -> None:
-    assert call("consumers")[1] == "nobody has said what they need of this log\n"
+    assert call("consumers")[1] == "no lake table or consumer reads this log yet\n"
     write_table_progress(diary.path, [TableProgress(table=TableId("public", "things"), numbers=(1,), commit=1, seq=2)])
     next(ChangeLog.open(diary.path).follow(table="public.other", consumer="nightly"))
     code, out, _ = call("consumers")
@@ -243,7 +243,7 @@ def test_consumers_lists_tables_and_readers_and_forgets_one(call: Any, diary: Di
 
 
 def reader(**more: Any) -> LogReaderStatus:
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "kind": "consumer",
         "name": "nightly",
         "tables": None,
@@ -257,10 +257,10 @@ def reader(**more: Any) -> LogReaderStatus:
         "seen_at": "2026-01-31T12:00:00.000Z",
         "expires_at": None,
     }
-    return LogReaderStatus(**(given | more))
+    return LogReaderStatus(**(fields | more))
 
 
-def test_a_narrow_screen_leaves_out_what_is_needed_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_screen_omits_the_least_needed_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tailrace.cli.status_view.PIPED_COLUMNS", 80)
     narrow = log_view.readers_text([reader(name="x" * 60, state="detached")])
     assert max(map(len, narrow.splitlines())) <= 80
@@ -270,5 +270,5 @@ def test_a_narrow_screen_leaves_out_what_is_needed_least(monkeypatch: pytest.Mon
     assert "never" in log_view.readers_text([reader()])
 
 
-def test_a_readers_name_cannot_steer_the_terminal() -> None:
+def test_a_readers_name_cannot_control_the_terminal() -> None:
     assert "\x1b" not in log_view.readers_text([reader(name="\x1b[2J[bold]x", tables=("a\nb",))])

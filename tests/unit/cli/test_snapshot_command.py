@@ -1,4 +1,4 @@
-"""`tailrace snapshot`: how it is called, what it says, and what it leaves in the log."""
+"""`tailrace snapshot`: its arguments, its output, and its records in the log."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def file(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def seeds(file: str) -> LoadStore:
+def load_store(file: str) -> LoadStore:
     return LoadStore(Path(file).parent / "log")
 
 
@@ -58,86 +58,90 @@ def call(capsys: pytest.CaptureFixture[str], file: str) -> Any:
     return called
 
 
-def test_a_load_is_asked_for_and_who_will_do_it_is_said(call: Any, seeds: LoadStore, file: str) -> None:
+def test_a_load_is_requested_and_the_process_that_does_it_is_named(call: Any, load_store: LoadStore, file: str) -> None:
     code, out, err = call("public.things", "--mode", "refresh")
     assert (code, err) == (ExitCode.OK, "")
     first, note, last = out.splitlines()
-    assert first == "public.things: it is read again", "there is nothing yet that it could differ from"
-    assert note.startswith("note: the source was not asked which tables there are: the server cannot be reached")
-    assert last == f"nothing applies now: the next `tailrace run {file}` or `tailrace apply {file}` does it"
-    (wish,) = seeds.requests()
-    assert (wish.table, wish.mode, wish.where) == (THINGS, LoadMode.REFRESH, None)
+    assert first == "public.things: it is reloaded", "an unloaded table has no changed rows"
+    assert note.startswith("note: the source could not be asked for its tables: the server cannot be reached")
+    assert last == f"no process applies now: the next `tailrace run {file}` or `tailrace apply {file}` does it"
+    (request,) = load_store.requests()
+    assert (request.table, request.mode, request.where) == (THINGS, LoadMode.REFRESH, None)
 
 
-def test_a_process_that_applies_now_is_named(call: Any, seeds: LoadStore, file: str) -> None:
-    held = LogLease(Path(file).parent / "log", APPLIER_LEASE)
+def test_a_process_that_applies_now_is_named(call: Any, load_store: LoadStore, file: str) -> None:
+    lease = LogLease(Path(file).parent / "log", APPLIER_LEASE)
     try:
         out = call("public.*")[1]
     finally:
-        held.release()
-    assert f"process {os.getpid()} that applies now takes it up within a second" in out
-    assert {wish.table for wish in seeds.requests()} == {THINGS, OTHERS}
+        lease.release()
+    assert f"process {os.getpid()} that applies now starts it within a second" in out
+    assert {request.table for request in load_store.requests()} == {THINGS, OTHERS}
 
 
-def test_tables_may_stand_before_and_behind_flags(call: Any, seeds: LoadStore) -> None:
+def test_tables_may_be_before_and_after_flags(call: Any, load_store: LoadStore) -> None:
     code, out, _ = call("public.things", "--pause", "public.other", "--json")
     assert code == ExitCode.OK
-    assert seeds.holds() == {THINGS: LoadHold.PAUSED, OTHERS: LoadHold.PAUSED}
-    told = json.loads(out)
-    assert (told["action"], told["apply_pid"], told["name"]) == ("pause", None, "shop")
-    assert [(table["schema"], table["table"], table["done"]) for table in told["tables"]] == [
+    assert load_store.holds() == {THINGS: LoadHold.PAUSED, OTHERS: LoadHold.PAUSED}
+    result = json.loads(out)
+    assert (result["action"], result["apply_pid"], result["name"]) == ("pause", None, "shop")
+    assert [(table["schema"], table["table"], table["done"]) for table in result["tables"]] == [
         ("public", "other", "paused"),
         ("public", "things", "paused"),
     ]
 
 
-def test_pause_resume_and_stop_without_a_table_mean_all(call: Any, seeds: LoadStore) -> None:
+def test_pause_resume_and_stop_without_a_table_mean_all(call: Any, load_store: LoadStore) -> None:
     call("--pause")
-    assert set(seeds.holds()) == {THINGS, OTHERS}
+    assert set(load_store.holds()) == {THINGS, OTHERS}
     assert "public.other: it is loaded" in call("--resume")[1]
-    assert seeds.holds() == {}
+    assert load_store.holds() == {}
     call("--stop")
-    assert set(seeds.holds().values()) == {LoadHold.STOPPED}
+    assert set(load_store.holds().values()) == {LoadHold.STOPPED}
     _, out, _ = call("--stop", "--json")
     assert {table["done"] for table in json.loads(out)["tables"]} == {"stopped"}
 
 
-def test_where_nothing_was_done_nobody_is_said_to_do_it(call: Any) -> None:
+def test_without_a_request_no_process_is_named(call: Any) -> None:
     assert "does it" not in call("--resume")[1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "hint"),
     [
-        ([], "which tables are to be loaded again is not said", "tailrace snapshot FILE public.orders"),
-        (["--where", "id > 5"], "which tables are to be loaded again is not said", "tailrace snapshot FILE"),
+        ([], "no table given to reload", "tailrace snapshot FILE public.orders"),
+        (["--where", "id > 5"], "no table given to reload", "tailrace snapshot FILE"),
         (["public.thing"], "`public.thing` matches no table of this pipeline", "Did you mean public.things?"),
         (["public.things", "--pause", "--stop"], "not allowed with argument --pause", "`tailrace snapshot --help`"),
         (["public.things", "--mode", "some"], "invalid choice: 'some'", "`tailrace snapshot --help`"),
-        (["public.things", "--stop", "--where", "x"], "ask for a load, and `--pause`", "one or the other"),
-        (["public.things", "--resume", "--mode", "refresh"], "ask for a load", "one or the other"),
+        (["public.things", "--stop", "--where", "x"], "cannot be combined with `--pause`", "one or the other"),
+        (
+            ["public.things", "--resume", "--mode", "refresh"],
+            "`--where` and `--mode` cannot be combined",
+            "one or the other",
+        ),
         (["public.things", "--bogus"], "unrecognized arguments: --bogus", "--help`"),
     ],
 )
-def test_a_wrong_question_is_told_with_its_remedy_and_writes_nothing(
-    call: Any, seeds: LoadStore, arguments: list[str], error: str, hint: str
+def test_a_wrong_call_is_reported_with_its_remedy_and_writes_nothing(
+    call: Any, load_store: LoadStore, arguments: list[str], error: str, hint: str
 ) -> None:
     code, out, err = call(*arguments)
     assert (code, out) == (ExitCode.CONFIG, "")
     first, second = err.splitlines()
     assert error in first
     assert hint in second
-    assert (seeds.requests(), seeds.holds()) == ([], {})
+    assert (load_store.requests(), load_store.holds()) == ([], {})
 
 
-def test_a_condition_needs_a_source_that_answers(call: Any, seeds: LoadStore) -> None:
+def test_a_condition_needs_a_source_that_answers(call: Any, load_store: LoadStore) -> None:
     code, _, err = call("public.things", "--where", "id > 5", "--json")
     assert code == ExitCode.SOURCE
     assert "the server cannot be reached" in err
-    assert seeds.requests() == []
+    assert load_store.requests() == []
 
 
-def test_without_a_log_it_says_what_makes_one(call: Any, tmp_path: Path, file: str) -> None:
+def test_without_a_log_the_hint_names_the_command_that_makes_one(call: Any, tmp_path: Path, file: str) -> None:
     Path(file).write_text(SETTINGS.replace("./log", "./elsewhere"))
     code, out, err = call("public.things")
     assert (code, out) == (ExitCode.LOG, "")

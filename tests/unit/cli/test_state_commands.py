@@ -33,7 +33,7 @@ SOLD = TableId("public", "sold")
 
 @pytest.fixture
 def diary(tmp_path: Path) -> Iterator[Diary]:
-    """A log of a table that grew, was renamed and was made anew, and of another; its source cannot be reached."""
+    """A log of a table that grew, was renamed and recreated, and of another; its source is unreachable."""
     (tmp_path / "tailrace.yaml").write_text(SETTINGS)
     diary = Diary(tmp_path / "log")
     diary.commit(inserts(1, 2))
@@ -47,7 +47,7 @@ def diary(tmp_path: Path) -> Iterator[Diary]:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command: its exit code, what it said on stdout, and on stderr."""
+    """Run a command; return its exit code, stdout and stderr."""
 
     def called(*arguments: object) -> tuple[int, str, str]:
         code = main([str(item) for item in arguments])
@@ -60,19 +60,19 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
 # --- schema-history ----------------------------------------------------------------------------------------
 
 
-def test_every_version_is_told_with_what_became_of_the_table(call: Any, diary: Diary, tmp_path: Path) -> None:
+def test_every_version_is_shown_with_its_schema_change(call: Any, diary: Diary, tmp_path: Path) -> None:
     code, out, err = call("schema-history", tmp_path / "tailrace.yaml")
     assert (code, err) == (0, "")
-    told = " ".join(out.split())
-    assert "4 columns, key id" in told
-    assert "add added bool (older rows: unknown)" in told
-    assert "its name is public.sold now" in told
-    assert "rename the table from public.things" in told
-    assert " gone " in told
+    text = " ".join(out.split())
+    assert "4 columns, key id" in text
+    assert "add added bool (older rows: unknown)" in text
+    assert "renamed to public.sold" in text
+    assert "rename the table from public.things" in text
+    assert " dropped " in text
     assert "s3cret-word" not in out
 
 
-def test_with_json_it_is_one_object_and_one_table_can_be_asked_for(call: Any, diary: Diary, tmp_path: Path) -> None:
+def test_with_json_it_is_one_object_and_may_be_of_one_table(call: Any, diary: Diary, tmp_path: Path) -> None:
     code, out, _ = call("schema-history", tmp_path / "tailrace.yaml", "public.things", "--json")
     assert code == 0
     (table,) = json.loads(out)["tables"]
@@ -93,22 +93,20 @@ def test_with_json_it_is_one_object_and_one_table_can_be_asked_for(call: Any, di
     assert [item["table"] for item in json.loads(out)["tables"]] == ["other", "sold", "things"]
 
 
-def test_a_table_that_the_log_does_not_know_is_told_with_one_that_it_does(
-    call: Any, diary: Diary, tmp_path: Path
-) -> None:
+def test_an_unknown_table_is_reported_with_a_similar_one(call: Any, diary: Diary, tmp_path: Path) -> None:
     code, out, err = call("schema-history", tmp_path / "tailrace.yaml", "public.thing")
     assert (code, out) == (ExitCode.CONFIG, "")
     assert "hint: Did you mean `public.things`?" in err
 
 
-def test_a_log_that_is_not_there_yet_is_told_with_what_makes_it(call: Any, tmp_path: Path) -> None:
+def test_a_missing_log_is_reported_with_the_command_that_makes_it(call: Any, tmp_path: Path) -> None:
     (tmp_path / "tailrace.yaml").write_text(SETTINGS)
     code, _, err = call("schema-history", tmp_path / "tailrace.yaml")
     assert code == ExitCode.LOG
     assert "hint: Start `tailrace run`" in err
 
 
-def test_a_folder_of_a_programs_own_history_is_shown_beside_the_program(call: Any, tmp_path: Path) -> None:
+def test_the_history_of_a_running_program_can_be_shown(call: Any, tmp_path: Path) -> None:
     with FileSchemaHistory(tmp_path / "shapes") as history:
         history.record(SHOP)
         history.record(WIDER)
@@ -119,7 +117,7 @@ def test_a_folder_of_a_programs_own_history_is_shown_beside_the_program(call: An
         assert [item["version"] for item in json.loads(out)["tables"][0]["versions"]] == [1, 2]
 
 
-def test_a_folder_that_is_no_history_is_told_apart_from_one_without_tables(
+def test_a_folder_that_is_not_a_history_is_refused_and_an_empty_history_is_not(
     call: Any, diary: Diary, tmp_path: Path
 ) -> None:
     FileSchemaHistory(tmp_path / "new").close()
@@ -129,7 +127,7 @@ def test_a_folder_that_is_no_history_is_told_apart_from_one_without_tables(
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("x")
-    for folder, said, hint in (
+    for folder, text, hint in (
         (diary.path, "is a change log", "settings file"),
         ("store", "is a checkpoint store", "tailrace checkpoints"),
         ("empty", "there is no schema history", "settings file"),
@@ -137,7 +135,7 @@ def test_a_folder_that_is_no_history_is_told_apart_from_one_without_tables(
     ):
         code, out, err = call("schema-history", tmp_path / folder)
         assert (code, out) == (ExitCode.CONFIG, "")
-        assert said in err
+        assert text in err
         assert hint in err
 
 
@@ -146,7 +144,7 @@ def test_a_folder_that_is_no_history_is_told_apart_from_one_without_tables(
 SEED = ("--source", "mysql", "--type", "mysql-binlog", "--position", "mysql-bin.000042:1547")
 
 
-def test_a_checkpoint_is_seeded_listed_and_deleted_by_hand(call: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_is_set_listed_and_deleted_by_hand(call: Any, tmp_path: Path) -> None:
     folder = tmp_path / "state"
     assert call("checkpoints", folder, "seed", "orders", *SEED)[:2] == (0, "seeded orders at mysql-bin.000042:1547\n")
     code, out, _ = call("checkpoints", folder, "list")
@@ -160,32 +158,32 @@ def test_a_checkpoint_is_seeded_listed_and_deleted_by_hand(call: Any, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "text"),
     [
-        (("seed", "orders", *SEED), ExitCode.LOG, "there is a checkpoint under this key already"),
+        (("seed", "orders", *SEED), ExitCode.LOG, "key has a checkpoint already"),
         (("seed", "new", *SEED[:-1], "42"), ExitCode.CONFIG, "not a binary log position"),
-        (("seed", "../new", *SEED), ExitCode.CONFIG, "has a separator in it"),
+        (("seed", "../new", *SEED), ExitCode.CONFIG, "has a path separator in it"),
         (("seed", "new", *SEED[:4]), ExitCode.CONFIG, "`seed` needs"),
-        (("seed", *SEED), ExitCode.CONFIG, "take one"),
-        (("delete", "nobody"), ExitCode.CONFIG, "there is no checkpoint of this key"),
-        (("delete",), ExitCode.CONFIG, "take one"),
+        (("seed", *SEED), ExitCode.CONFIG, "need one"),
+        (("delete", "nobody"), ExitCode.CONFIG, "there is no checkpoint with this key"),
+        (("delete",), ExitCode.CONFIG, "need one"),
         (("list", "orders"), ExitCode.CONFIG, "takes no key"),
-        (("list", "--source", "mysql"), ExitCode.CONFIG, "nothing else takes them"),
+        (("list", "--source", "mysql"), ExitCode.CONFIG, "do not take them"),
     ],
 )
-def test_what_cannot_be_done_is_told_with_what_to_do(
-    call: Any, tmp_path: Path, arguments: tuple[str, ...], code: ExitCode, said: str
+def test_a_refused_action_is_reported_with_a_remedy(
+    call: Any, tmp_path: Path, arguments: tuple[str, ...], code: ExitCode, text: str
 ) -> None:
     with FileCheckpointStore(tmp_path) as store:
         store.save("orders", Checkpoint(source_type="postgresql", position=Lsn(7)))
     found, out, err = call("checkpoints", tmp_path, *arguments)
     assert (found, out) == (code, "")
     error, hint = err.splitlines()
-    assert said in error
+    assert text in error
     assert hint.startswith("hint: ")
 
 
-def test_beside_a_running_owner_one_can_look_and_not_write(call: Any, tmp_path: Path) -> None:
+def test_while_the_owner_runs_the_store_can_be_listed_but_not_changed(call: Any, tmp_path: Path) -> None:
     with FileCheckpointStore(tmp_path) as store:
         store.save("orders", Checkpoint(source_type="postgresql", position=Lsn(7)))
         assert call("checkpoints", tmp_path, "list")[0] == 0
@@ -194,7 +192,7 @@ def test_beside_a_running_owner_one_can_look_and_not_write(call: Any, tmp_path: 
         assert "another process owns the checkpoint store" in err
 
 
-def test_a_folder_that_is_not_there_is_not_made_to_look_at(call: Any, tmp_path: Path) -> None:
+def test_listing_does_not_create_a_missing_folder(call: Any, tmp_path: Path) -> None:
     assert call("checkpoints", tmp_path / "nowhere", "list")[0] == ExitCode.LOG
     assert call("checkpoints", tmp_path / "nowhere", "delete", "orders")[0] == ExitCode.CONFIG
     assert not (tmp_path / "nowhere").exists()
@@ -209,13 +207,13 @@ def test_a_folder_that_is_not_there_is_not_made_to_look_at(call: Any, tmp_path: 
     ],
     ids=lambda action: action[0],
 )
-def test_a_folder_of_another_kind_is_neither_read_nor_written_as_a_store(
+def test_a_folder_of_another_kind_is_neither_read_nor_written(
     call: Any, diary: Diary, tmp_path: Path, action: tuple[str, ...]
 ) -> None:
     with FileSchemaHistory(tmp_path / "shapes") as history:
         history.record(SHOP)
     for folder, kind in ((tmp_path / "shapes", "schema history"), (tmp_path / "log", "change log")):
         before = sorted(path.name for path in folder.iterdir())
-        code, _, said = call("checkpoints", folder, *action)
-        assert (code, f"the folder is a {kind}, and no checkpoint store" in said) == (ExitCode.CONFIG, True)
+        code, _, text = call("checkpoints", folder, *action)
+        assert (code, f"the folder is a {kind}, not a checkpoint store" in text) == (ExitCode.CONFIG, True)
         assert sorted(path.name for path in folder.iterdir()) == before

@@ -1,4 +1,4 @@
-"""A window is whole transactions or a part of one; nothing in between can be built."""
+"""A window is whole transactions or a part of one; nothing in between can be created."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def window(**fields: Any) -> Window:
     return Window(**usual | fields)
 
 
-def test_a_transaction_comes_as_open_windows_and_one_that_finishes_it() -> None:
+def test_a_transaction_arrives_as_open_windows_and_one_that_finishes_it() -> None:
     come = [
         window(open=True, end=Lsn(5), transactions=0),
         window(open=True, continues=True, end=Lsn(5), transactions=0),
@@ -43,7 +43,7 @@ def test_a_transaction_comes_as_open_windows_and_one_that_finishes_it() -> None:
         {"continues": True, "continued_end": Lsn(9), "transactions": 0},
     ],
 )
-def test_a_window_that_means_nothing_is_refused(fields: dict[str, Any]) -> None:
+def test_a_contradictory_window_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"window|transaction"):
         window(**fields)
 

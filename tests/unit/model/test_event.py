@@ -1,4 +1,4 @@
-"""What a change means for a mirror of the table, and how it looks as JSON."""
+"""The write that a change means for a mirror, and its JSON."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def written(schema: TableSchema, *rows: Change) -> list[RowWrite]:
 ROW = {"id": 1, "name": "a", "big": "b", "n": 3}
 
 
-def test_a_whole_row_replaces_what_was_there() -> None:
+def test_a_whole_row_replaces_the_old_one() -> None:
     given = insert(1, name="a", big="b", n=3), update(1, name="a", big="b", n=3)
     assert written(SHOP, *given) == [Replace(key={"id": 1}, row=ROW)] * 2
 
 
-def test_what_was_not_sent_is_merged_and_never_null() -> None:
+def test_an_unsent_value_is_merged_and_never_null() -> None:
     (todo,) = written(SHOP, update(1, name="a", n=3, unchanged=("big",)))
     assert todo == Merge(key={"id": 1}, columns={"id": 1, "name": "a", "n": 3}, unchanged=("big",), base={"id": 1})
 
@@ -53,7 +53,7 @@ def test_a_key_that_changed_is_a_delete_and_a_row() -> None:
 def test_an_old_row_that_the_new_one_builds_on_is_not_deleted_before() -> None:
     gone, come = written(SHOP, *move(1, 2, name="a", n=3, unchanged=("big",)))
     assert isinstance(gone, Nothing)
-    assert "goes on under another key" in gone.why
+    assert "continues under another key" in gone.why
     assert come == Merge(key={"id": 2}, columns={"id": 2, "name": "a", "n": 3}, unchanged=("big",), base={"id": 1})
 
 
@@ -62,8 +62,8 @@ def test_a_delete_before_a_moved_row_of_another_key_is_a_delete() -> None:
     assert written(SHOP, delete(7), come)[0] == Delete(key={"id": 7})
 
 
-def test_an_old_row_goes_if_the_new_one_cannot_be_written() -> None:
-    """There is nothing then that would take it away."""
+def test_an_old_row_is_deleted_if_the_new_one_cannot_be_written() -> None:
+    """Then no later write would remove it."""
     gone, come = move(1, 2, unchanged=("big",))
     assert written(SHOP, gone, replace(come, unfit=("n",)))[0] == Delete(key={"id": 1})
 
@@ -72,7 +72,7 @@ def test_a_delete_and_a_truncate() -> None:
     assert written(SHOP, delete(1), truncate()) == [Delete(key={"id": 1}), Truncate()]
 
 
-def test_a_table_without_a_key_is_a_bag_of_rows() -> None:
+def test_a_keyless_table_is_a_bag_of_rows() -> None:
     one: dict[str, Any] = {"a": 1, "b": "x"}
     two: dict[str, Any] = {"a": 2, "b": "y"}
     added, changed, gone = written(KEYLESS, insert({}, **one), update({}, before=one, **two), delete({}, **two))
@@ -88,17 +88,17 @@ def test_a_table_without_a_key_is_a_bag_of_rows() -> None:
         (KEYLESS, update({}, a=1), "did not send the old row"),
         (KEYLESS, update({}, a=1, unchanged=("b",)), "did not send the whole row"),
         (replace(KEYLESS, identity=Identity.NONE), delete({}), "did not send the old row"),
-        (MESSAGE_STREAM, Change(op="message", values={"prefix": "p"}), "a message is about no row"),
+        (MESSAGE_STREAM, Change(op="message", values={"prefix": "p"}), "a message concerns no row"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_written_says_why(schema: TableSchema, row: Change, why: str) -> None:
+def test_a_change_that_cannot_be_written_has_the_reason(schema: TableSchema, row: Change, why: str) -> None:
     (todo,) = written(schema, row)
     assert isinstance(todo, Nothing)
     assert why in todo.why
     assert "SECRET" not in todo.why
 
 
-def test_an_event_has_the_row_before_and_after_its_key_and_where_it_comes_from() -> None:
+def test_an_event_has_the_row_before_and_after_its_key_and_its_position() -> None:
     (event,) = events(KEYLESS, update({}, before={"a": 1, "b": "x"}, a=2, b="y"))
     assert (event.before, event.after, event.key) == ({"a": 1, "b": "x"}, {"a": 2, "b": "y"}, None)
     assert (event.seq, event.position, event.transaction, event.tx_index, event.version) == (0, "0/0", 0, 0, ENVELOPE)
@@ -119,17 +119,17 @@ FULL = replace(SHOP, identity=Identity.FULL)
     ],
     ids=["no key", "no key, all of it null", "a key, the whole row sent", "the key sent"],
 )
-def test_what_the_source_sent_of_a_deleted_row_is_told(schema: TableSchema, row: Change, sent: dict[str, Any]) -> None:
+def test_the_sent_columns_of_a_deleted_row_are_returned(schema: TableSchema, row: Change, sent: dict[str, Any]) -> None:
     (event,) = events(schema, row)
     assert event.before == to_json(event)["before"] == to_debezium(event)["before"] == sent
     assert event.after is to_debezium(event)["after"] is None
 
 
-def test_a_row_of_nulls_goes_from_a_table_without_a_key() -> None:
+def test_a_row_of_nulls_is_removed_from_a_keyless_table() -> None:
     assert written(KEYLESS, delete({})) == [Delete(key=None, old={"a": None, "b": None})]
 
 
-def test_the_old_row_of_a_key_that_changed_is_told_as_a_deleted_one() -> None:
+def test_the_old_row_of_a_changed_key_is_returned_like_a_deleted_one() -> None:
     gone, come = events(FULL, delete(1, name="a", big="b", n=3), move(1, 2, name="a", big="b", n=3)[1])
     assert (gone.before, come.before, come.moved_from) == (ROW, None, {"id": 1})
 
@@ -165,7 +165,7 @@ TYPES: dict[str, tuple[pa.DataType, Any, Any, Any]] = {
 }  # fmt: skip
 
 
-def test_every_type_has_a_form_in_json_that_loses_nothing() -> None:
+def test_every_type_is_written_to_json_without_loss() -> None:
     schema = TableSchema(
         table=TableId("a.b", "c"),
         relation=1,
@@ -181,7 +181,7 @@ def test_every_type_has_a_form_in_json_that_loses_nothing() -> None:
     assert "\n" not in to_json_line(event) + to_debezium_line(event)
 
 
-def test_a_date_that_pythons_calendar_does_not_have_is_its_text() -> None:
+def test_a_date_outside_pythons_calendar_is_its_text() -> None:
     schema = table_schema({"id": pa.int64(), "day": pa.date32(), "at": pa.timestamp("us")})
     (data,) = changes(schema, insert(1), insert(2, day=date(2024, 2, 29))).combine_chunks().to_batches()
     far = pa.array([3_700_000, None], pa.int32()).view(pa.date32())
@@ -191,7 +191,7 @@ def test_a_date_that_pythons_calendar_does_not_have_is_its_text() -> None:
     assert to_json(first)["after"]["day"] == to_debezium(first)["after"]["day"] == "12100-04-04"
 
 
-def test_so_is_one_in_an_old_row_in_a_key_and_in_a_list() -> None:
+def test_a_date_outside_pythons_calendar_is_text_in_an_old_row_a_key_and_a_list() -> None:
     def made(day: pa.DataType) -> TableSchema:
         columns = {"id": day, "days": pa.list_(day), "n": pa.int64()}
         return table_schema(columns, key=("id",), identity=Identity.FULL)
@@ -215,7 +215,7 @@ def test_so_is_one_in_an_old_row_in_a_key_and_in_a_list() -> None:
     assert (first.values["days"], last.values["days"], come.before) == (None, [], None)
 
 
-def test_in_our_own_form_absent_is_not_null() -> None:
+def test_in_our_own_format_absent_is_not_null() -> None:
     (event,) = events(SHOP, update(1, name=None, n=3, unchanged=("big",)))
     found = to_json(event)
     assert found["after"] == {"id": 1, "name": None, "n": 3}
@@ -259,21 +259,21 @@ def test_readers_of_debezium_find_what_they_look_for() -> None:
     assert (to_debezium(read)["op"], to_debezium(read)["source"]["snapshot"]) == ("r", "true")
 
 
-def test_a_position_that_is_no_lsn_is_told_to_readers_of_debezium_all_the_same() -> None:
+def test_a_position_that_is_not_an_lsn_is_written_for_debezium_readers_too() -> None:
     (event,) = events(SHOP, insert(1, name="a"))
     source = to_debezium(replace(event, position="topic/7"))["source"]
     assert (source["lsn"], json.loads(source["sequence"])) == (None, ["topic/7", str(event.seq)])
 
 
 @pytest.mark.parametrize("given", [None, 3, {"id": 1}, "event"], ids=str)
-def test_what_is_no_event_has_no_form(given: Any) -> None:
+def test_what_is_not_an_event_is_refused(given: Any) -> None:
     for form in (to_json, to_json_line, to_debezium, to_debezium_line):
         with pytest.raises(ConfigError, match="not a `Event`") as raised:
             form(given)
         assert "batch.events()" in raised.value.hint
 
 
-def test_the_names_that_readers_of_debezium_go_by_are_texts() -> None:
+def test_the_names_for_debezium_readers_are_texts() -> None:
     (event,) = events(SHOP, insert(1))
     odd: dict[str, Any]
     for odd in ({"name": 3}, {"database": None}):
@@ -281,7 +281,7 @@ def test_the_names_that_readers_of_debezium_go_by_are_texts() -> None:
             to_debezium(event, **odd)
 
 
-def test_days_that_pythons_calendar_does_not_have_are_texts_wherever_they_stand() -> None:
+def test_days_outside_pythons_calendar_are_texts_in_nested_values() -> None:
     far = made.table("public.far", day=pa.date32(), at=pa.timestamp("us", "UTC"), days=pa.list_(pa.date32()))
     day, moment = 3_000_000, 300_000_000_000_000_000
     row = {"day": day, "at": moment, "days": [day, None, 0]}

@@ -1,4 +1,4 @@
-"""What is concluded from the facts of two versions, and what is not."""
+"""Conclusions from the facts of two versions, and their limits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def kinds(old: TableSchema, new: TableSchema) -> list[tuple[SchemaChangeKind, st
     return [(change.kind, change.column) for change in compare_schemas(old, new).changes]
 
 
-def test_a_shape_reads_back_with_its_facts() -> None:
+def test_a_schema_is_read_back_with_its_facts() -> None:
     schema = table(
         ID,
         A,
@@ -72,7 +72,7 @@ def test_without_facts_a_record_says_unknown() -> None:
     assert TableSchema.from_json(stored).facts is None, "as an older version wrote it"
 
 
-def test_facts_do_not_make_shapes_differ() -> None:
+def test_facts_do_not_make_schemas_differ() -> None:
     assert table(ID) == ONE
     assert hash(table(ID)) == hash(ONE)
 
@@ -81,7 +81,9 @@ def test_facts_do_not_make_shapes_differ() -> None:
     ("rewritten", "fill", "at_rest"),
     [(False, None, ExistingValue.NULL), (True, None, ExistingValue.WRITTEN), (False, "5", ExistingValue.CONSTANT)],
 )
-def test_what_an_added_column_has_at_rest(rewritten: bool, fill: str | None, at_rest: ExistingValue) -> None:
+def test_the_value_of_an_added_column_in_existing_rows(
+    rewritten: bool, fill: str | None, at_rest: ExistingValue
+) -> None:
     new = table(ID, A, facts=(fact(1), fact(2, fill=fill)), storage=(own(8 if rewritten else 7),))
     (change,) = compare_schemas(ONE, new).changes
     assert (change.kind, change.existing_value, change.constant) == (SchemaChangeKind.ADD, at_rest, fill)
@@ -95,13 +97,13 @@ def test_where_facts_are_missing_nothing_is_concluded(old: TableSchema, new: Tab
     assert [change.existing_value for change in found.changes] == [ExistingValue.UNKNOWN]
 
 
-def test_a_column_that_is_only_published_now_had_values_nobody_was_told() -> None:
+def test_a_newly_published_column_has_unknown_values() -> None:
     old = table(ID, facts=(fact(1),), made=2)
     (change,) = compare_schemas(old, table(ID, A, facts=(fact(1), fact(2, fill="5")))).changes
     assert (change.kind, change.existing_value, change.constant) == (SchemaChangeKind.ADD, ExistingValue.UNKNOWN, None)
 
 
-def test_a_column_in_the_place_of_another_of_its_name_and_type_leaves_everything_unknown() -> None:
+def test_a_column_replaced_by_one_of_its_name_and_type_leaves_everything_unknown() -> None:
     found = compare_schemas(TWO, table(ID, A, facts=(fact(1), fact(3, fill="5")), made=3))
     assert found.rewritten is None
     assert [(change.kind, change.existing_value) for change in found.changes] == [
@@ -165,7 +167,7 @@ def test_partitions_count_when_they_may_have_rows() -> None:
     assert kinds(split((1, False)), split((1, False), file=2)) == [(SchemaChangeKind.REPLACE, None)]
 
 
-def test_a_load_that_is_owed_stays_so_until_it_lands_whatever_comes_next() -> None:
+def test_an_owed_load_stays_owed_until_its_commit() -> None:
     assert TWO.facts is not None
     owed = replace(TWO, facts=replace(TWO.facts, rows_unknown=True))
     stored = json.loads(json.dumps(owed.to_json()))
@@ -173,6 +175,6 @@ def test_a_load_that_is_owed_stays_so_until_it_lands_whatever_comes_next() -> No
     assert "owed" not in TWO.to_json()["facts"], "as an older version reads it"
     assert is_newer_version(owed, TWO), "though nothing else is new in it"
     assert compare_schemas(owed, TWO).rewritten is None
-    assert not is_newer_version(owed, replace(TWO, facts=None)), "it tells nothing; the catalogue will"
+    assert not is_newer_version(owed, replace(TWO, facts=None)), "it has no facts; the catalogue will"
     renamed = table(ID, B, facts=(fact(1), fact(2)))
     assert kinds(owed, renamed) == [(SchemaChangeKind.RENAME, "b")], "columns are still known by their numbers"

@@ -1,4 +1,4 @@
-"""`format("cdc")`: which of its three readers is meant, told from the options alone."""
+"""The options of `format("cdc")` alone choose one of its three readers."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def log(tmp_path: Path) -> Iterator[str]:
 
 
 def source(**options: str) -> CdcSource:
-    """As Spark makes it, asks for its columns, and sends it to another process."""
-    made = CdcSource(options)
-    made.schema()
-    again = pickle.loads(pickle.dumps(made))
-    assert isinstance(again, CdcSource)
-    return again
+    """Return a source as Spark makes it, asks it for its columns, and sends it to another process."""
+    original = CdcSource(options)
+    original.schema()
+    copy = pickle.loads(pickle.dumps(original))
+    assert isinstance(copy, CdcSource)
+    return copy
 
 
 def test_spark_finds_it_by_a_module_of_this_name() -> None:
@@ -54,56 +54,58 @@ def test_spark_finds_it_by_a_module_of_this_name() -> None:
     assert pyspark_cdc.DefaultSource.name() == "cdc"
 
 
-def test_what_is_installed_has_that_module_at_its_top() -> None:
-    """As the project's own build made it, of the same settings as for a wheel."""
+def test_the_installed_package_has_that_module_at_its_top() -> None:
+    """The project's own build made the package, with the same settings as for a wheel."""
     files = [file for file in importlib.metadata.files("tailrace") or () if str(file) == "pyspark_cdc.py"]
     assert [file.read_text() for file in files] == [Path(pyspark_cdc.__file__).read_text()]
 
 
 def test_a_log_is_a_range_or_a_stream_and_a_url_alone_a_table(log: str) -> None:
-    made = source(log=log, table="public.things")
-    assert isinstance(made.reader(made.schema()), LogBatchReader)
-    assert isinstance(made.streamReader(made.schema()), LogStreamReader)
+    cdc_source = source(log=log, table="public.things")
+    assert isinstance(cdc_source.reader(cdc_source.schema()), LogBatchReader)
+    assert isinstance(cdc_source.streamReader(cdc_source.schema()), LogStreamReader)
     assert isinstance(CdcSource({"url": URL, "table": "public.t"}).reader(StructType()), TableBatchReader)
 
 
-def test_a_stream_without_a_log_is_told_both_ways_to_have_one() -> None:
+def test_a_stream_without_a_log_gets_both_ways_to_have_one() -> None:
     refused = CdcSource({"url": URL, "table": "public.t"}).streamReader(StructType())
-    with pytest.raises(ConfigError, match=r"folder of one that a pipeline writes.*`url`.*`checkpointLocation`"):
+    with pytest.raises(ConfigError, match=r"`log` is missing.*`url`.*`checkpointLocation`"):
         refused.initialOffset()
 
 
-def test_whatever_spark_asks_of_a_stream_that_cannot_be_it_is_told_why(log: str) -> None:
-    made = source(log=log, table="public.things", endingPosition="latest")
-    refused = pickle.loads(pickle.dumps(made.streamReader(made.schema())))
-    asked = (
+def test_every_call_of_a_refused_stream_raises_its_error(log: str) -> None:
+    cdc_source = source(log=log, table="public.things", endingPosition="latest")
+    refused = pickle.loads(pickle.dumps(cdc_source.streamReader(cdc_source.schema())))
+    calls = (
         refused.initialOffset,
         refused.latestOffset,
         lambda: refused.partitions({}, {}),
         lambda: refused.read(InputPartition(None)),
     )
-    for ask in asked:
+    for call in calls:
         with pytest.raises(ConfigError, match="`endingPosition` is for reads"):
-            ask()
+            call()
 
 
-def _asked(log: str, **options: str) -> Callable[[str], object]:
-    """Spark's question of that name to a stream, or to a range."""
-    made = CdcSource({"log": log, "table": "public.things", **options})
-    there, all_there_is = {"log": "another", "commit": 1}, ReadAllAvailable()
-    questions: dict[str, Callable[[], object]] = {
-        "schema": made.schema,
-        "reader": lambda: made.reader(made.schema()),
-        "range": lambda: made.reader(made.schema()).partitions(),
-        "first": lambda: made.streamReader(made.schema()).initialOffset(),
-        "latest": lambda: cast("LogStreamReader", made.streamReader(made.schema())).latestOffset(there, all_there_is),
-        "partitions": lambda: made.streamReader(made.schema()).partitions(there, there),
+def _calls_of_spark(log: str, **options: str) -> Callable[[str], object]:
+    """Return a function that calls a stream or a range as Spark does, by the call's name."""
+    cdc_source = CdcSource({"log": log, "table": "public.things", **options})
+    offset, everything = {"log": "another", "commit": 1}, ReadAllAvailable()
+    calls: dict[str, Callable[[], object]] = {
+        "schema": cdc_source.schema,
+        "reader": lambda: cdc_source.reader(cdc_source.schema()),
+        "range": lambda: cdc_source.reader(cdc_source.schema()).partitions(),
+        "first": lambda: cdc_source.streamReader(cdc_source.schema()).initialOffset(),
+        "latest": lambda: cast("LogStreamReader", cdc_source.streamReader(cdc_source.schema())).latestOffset(
+            offset, everything
+        ),
+        "partitions": lambda: cdc_source.streamReader(cdc_source.schema()).partitions(offset, offset),
     }
-    return lambda name: questions[name]()
+    return lambda name: calls[name]()
 
 
 @pytest.mark.parametrize(
-    ("question", "options"),
+    ("name", "options"),
     [
         ("schema", {"startingPosition": "junk"}), ("schema", {"log": "/nowhere"}), ("schema", {"tables": "a.b.c"}),
         ("reader", {"maxRowsPerTrigger": "1"}), ("range", {"startingPosition": "99"}),
@@ -111,17 +113,17 @@ def _asked(log: str, **options: str) -> Callable[[str], object]:
         ("first", {"startingPosition": "99"}), ("latest", {}), ("partitions", {}),
     ],
 )  # fmt: skip
-def test_an_error_is_told_without_the_way_it_came(log: str, question: str, options: dict[str, str]) -> None:
-    ask = _asked(**{"log": log, **options})
+def test_an_error_is_raised_without_our_traceback(log: str, name: str, options: dict[str, str]) -> None:
+    call = _calls_of_spark(**{"log": log, **options})
     with pytest.raises(TailraceError) as caught:
-        ask(question)
-    told = traceback.TracebackException.from_exception(caught.value)
-    ours = [frame for frame in told.stack if "/src/tailrace/" in frame.filename]
-    assert len(ours) <= 2, "what Spark called, and what told it"
-    assert not any("The above exception" in line or "During handling" in line for line in told.format())
+        call(name)
+    reported = traceback.TracebackException.from_exception(caught.value)
+    ours = [frame for frame in reported.stack if "/src/tailrace/" in frame.filename]
+    assert len(ours) <= 2, "the method that Spark called, and the one that raised again"
+    assert not any("The above exception" in line or "During handling" in line for line in reported.format())
 
 
-def test_a_fault_of_ours_keeps_its_traceback() -> None:
+def test_another_exception_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError) as caught, without_traceback:
         raise ZeroDivisionError from KeyError()
     assert isinstance(caught.value.__cause__, KeyError)
@@ -141,13 +143,13 @@ def test_columns_of_the_users_own_are_refused(log: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [({"consumer": "me"}, "`consumer` is for streams"), ({"url": URL, "tables": "*"}, "`url` is for streams")],
 )
-def test_what_is_for_streams_is_refused_for_reads(log: str, options: dict[str, str], said: str) -> None:
-    made = source(**{"log": log, **({} if "tables" in options else {"table": "public.things"}), **options})
-    with pytest.raises(ConfigError, match=said):
-        made.reader(made.schema())
+def test_an_option_for_streams_is_refused_when_spark_reads(log: str, options: dict[str, str], message: str) -> None:
+    cdc_source = source(**{"log": log, **({} if "tables" in options else {"table": "public.things"}), **options})
+    with pytest.raises(ConfigError, match=message):
+        cdc_source.reader(cdc_source.schema())
 
 
 def test_a_spark_without_admission_control_streams_and_only_limits_are_refused(
@@ -155,9 +157,9 @@ def test_a_spark_without_admission_control_streams_and_only_limits_are_refused(
 ) -> None:
     monkeypatch.delitem(sys.modules, "tailrace.spark.datasource.log.stream", raising=False)
     monkeypatch.setitem(sys.modules, "pyspark.sql.streaming.datasource", None)  # as with Spark 4.1
-    made = source(log=log, table="public.things")
-    assert isinstance(made.streamReader(made.schema()), Spark41StreamReader)
+    cdc_source = source(log=log, table="public.things")
+    assert isinstance(cdc_source.streamReader(cdc_source.schema()), Spark41StreamReader)
     for limit in ({"maxRowsPerTrigger": "5"}, {"maxBytesPerTrigger": "5MiB"}):
-        made = source(log=log, table="public.things", **limit)
+        cdc_source = source(log=log, table="public.things", **limit)
         with pytest.raises(Unsupported, match=r"limits need Spark 4\.2.*Leave out `maxRowsPerTrigger`"):
-            made.streamReader(made.schema()).initialOffset()
+            cdc_source.streamReader(cdc_source.schema()).initialOffset()

@@ -1,4 +1,4 @@
-"""What every test of the loop shares."""
+"""Fixtures of the loop's tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from tailrace.runtime import intake, loop
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same loop with short waits."""
+    """Give the loop short waits."""
     monkeypatch.setattr(loop, "READ_SECONDS", 0.02)
     monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 0.05)

@@ -1,4 +1,4 @@
-"""Snapshots that break, again and again: the stream goes on beside them, and nothing gets stuck for ever."""
+"""Snapshots that keep breaking: the stream continues, and nothing blocks forever."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.windows import named
 
 OTHER = named("public", "others", 20)
 REWRITTEN = SourceRewritten("the table was changed while it was read", hint="Nothing to do.")
-SLOW = SourceSlow("somebody holds the table locked", hint="Wait.")
+SLOW = SourceSlow("another session has locked the table", hint="Wait.")
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def store() -> MemoryCheckpointStore:
 
 @pytest.fixture
 def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[TailraceError | None], None]:
-    """Have every chunk fail with an error, or none."""
+    """Make every chunk fail with this error; None makes it work again."""
     read = MemoryScan.next
 
     def breaks(error: TailraceError | None) -> None:
@@ -53,7 +53,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[TailraceError | None], 
 
 
 def run(runtime: CdcRuntime, enough: Callable[[], bool], kind: BatchKind = BatchKind.STREAM) -> list[object]:
-    """Poll and acknowledge until it is enough; the keys of what came of this kind."""
+    """Poll and acknowledge until enough; return the keys of this kind of batch."""
     found: list[object] = []
     deadline = time.monotonic() + LONG_SECONDS
     while not enough():
@@ -75,7 +75,7 @@ def recorded(store: MemoryCheckpointStore) -> object:
 
 
 @pytest.mark.slow
-def test_one_beside_the_stream_that_breaks_again_and_again_is_given_up_and_the_stream_went_on(
+def test_an_incremental_snapshot_that_keeps_breaking_is_given_up_and_the_stream_continues(
     source: MemoryCapture, store: MemoryCheckpointStore, breaks: Callable[[TailraceError | None], None]
 ) -> None:
     heard: list[Fact] = []
@@ -100,7 +100,7 @@ def test_one_beside_the_stream_that_breaks_again_and_again_is_given_up_and_the_s
 
 
 @pytest.mark.slow
-def test_one_before_the_stream_that_is_taken_up_and_reads_nothing_is_an_outage_that_ends(
+def test_a_bulk_snapshot_that_resumes_and_reads_nothing_is_an_outage_that_ends(
     source: MemoryCapture, store: MemoryCheckpointStore, breaks: Callable[[TailraceError | None], None]
 ) -> None:
     heard: list[Fact] = []
@@ -117,7 +117,7 @@ def test_one_before_the_stream_that_is_taken_up_and_reads_nothing_is_an_outage_t
 
 
 @pytest.mark.parametrize("bulk", [True, False])
-def test_one_that_breaks_again_and_again_can_be_stopped(
+def test_a_snapshot_that_keeps_breaking_can_be_stopped(
     source: MemoryCapture, store: MemoryCheckpointStore, breaks: Callable[[TailraceError | None], None], bulk: bool
 ) -> None:
     heard: list[Fact] = []
@@ -138,7 +138,7 @@ def test_one_that_breaks_again_and_again_can_be_stopped(
     runtime.stop()
 
 
-def test_one_that_cannot_be_taken_up_does_not_keep_it_from_starting_and_is_taken_up_later(
+def test_a_snapshot_that_cannot_resume_does_not_block_the_start_and_resumes_later(
     source: MemoryCapture, store: MemoryCheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = CdcRuntime(source, store, limits=Limits(rows=2))
@@ -163,7 +163,7 @@ def test_one_that_cannot_be_taken_up_does_not_keep_it_from_starting_and_is_taken
 
 
 @pytest.mark.slow
-def test_one_that_cannot_be_begun_for_a_while_waits_and_the_stream_goes_on(
+def test_a_snapshot_that_cannot_begin_yet_waits_while_the_stream_continues(
     source: MemoryCapture, store: MemoryCheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[Fact] = []
@@ -190,7 +190,7 @@ def test_one_that_cannot_be_begun_for_a_while_waits_and_the_stream_goes_on(
 
 
 @pytest.mark.slow
-def test_a_source_that_is_lost_with_its_snapshot_decides_and_the_snapshot_stays_on_record(
+def test_a_source_lost_with_its_snapshot_sets_the_wait_and_the_snapshot_stays_saved(
     source: MemoryCapture, store: MemoryCheckpointStore, breaks: Callable[[TailraceError | None], None]
 ) -> None:
     lost = SourceUnreachable("the line is dead", hint="It is tried again.")
@@ -209,7 +209,7 @@ def test_a_source_that_is_lost_with_its_snapshot_decides_and_the_snapshot_stays_
     runtime.force_stop()
 
 
-def test_a_condition_is_a_text(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+def test_a_condition_that_is_not_a_string_is_refused(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
     runtime = CdcRuntime(source, store)
     with pytest.raises(ConfigError, match="condition"):
         runtime.control.snapshot(SHOP.table, where=5)  # type: ignore[arg-type] # that is what is refused

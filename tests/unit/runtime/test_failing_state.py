@@ -1,4 +1,4 @@
-"""A checkpoint store, or a schema history, that fails for a moment: nothing is passed, nothing gets stuck."""
+"""A checkpoint store or a schema history that fails briefly: no row is skipped, nothing blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def full() -> StateFull:
 
 
 class Store(MemoryCheckpointStore):
-    """Fails as often as told."""
+    """A checkpoint store that fails so many times."""
 
     failures = 0
 
@@ -43,14 +43,14 @@ class Store(MemoryCheckpointStore):
 
     @property
     def snapshot(self) -> object:
-        """The snapshot on record."""
+        """The snapshot in the saved checkpoint."""
         saved = self.load("default")
         assert saved is not None
         return saved.metadata["snapshot"]
 
 
 class History(MemorySchemaHistory):
-    """Fails as often as told."""
+    """A schema history that fails so many times."""
 
     failures = 1
 
@@ -78,8 +78,8 @@ def store() -> Store:
     return Store()
 
 
-def taken(runtime: CdcRuntime, kind: BatchKind, polls: int = 12) -> list[object]:
-    """The keys of the batches of a kind that come, all of them acknowledged."""
+def received(runtime: CdcRuntime, kind: BatchKind, polls: int = 12) -> list[object]:
+    """Return the keys of all batches of a kind, each acknowledged."""
     found: list[object] = []
     for _ in range(polls):
         batch = runtime.poll(0.06)
@@ -91,16 +91,14 @@ def taken(runtime: CdcRuntime, kind: BatchKind, polls: int = 12) -> list[object]
 # --- a schema history ----------------------------------------------------------------------------------------------
 
 
-def test_what_the_history_could_not_be_told_of_is_handed_out_by_the_next_poll(
-    source: MemoryCapture, store: Store
-) -> None:
+def test_rows_the_history_failed_on_are_handed_out_by_the_next_poll(source: MemoryCapture, store: Store) -> None:
     runtime = CdcRuntime(source, store, History(), limits=Limits(rows=1))
     runtime.start()
     for n in range(4):
         source.commit(inserts(n))
     with pytest.raises(StateFull):
         runtime.poll()
-    assert taken(runtime, BatchKind.STREAM) == [0, 1, 2, 3]
+    assert received(runtime, BatchKind.STREAM) == [0, 1, 2, 3]
     assert source.confirmed == source.end
     runtime.stop()
 
@@ -121,7 +119,7 @@ def test_rows_of_a_snapshot_wait_for_the_history_too(source: MemoryCapture, stor
     runtime.start()
     with pytest.raises(StateFull):
         runtime.poll()
-    assert taken(runtime, BatchKind.SNAPSHOT) == list(range(5))
+    assert received(runtime, BatchKind.SNAPSHOT) == list(range(5))
     runtime.stop()
 
 
@@ -129,10 +127,10 @@ def test_rows_of_a_snapshot_wait_for_the_history_too(source: MemoryCapture, stor
 
 
 @pytest.mark.parametrize(("limits", "rows"), [(Limits(), 2), (Limits(rows=4, transactions=Transactions.SPLIT), None)])
-def test_no_chunk_comes_in_the_middle_of_a_transaction(
+def test_no_chunk_is_handed_out_in_the_middle_of_a_transaction(
     source: MemoryCapture, store: Store, limits: Limits, rows: int | None
 ) -> None:
-    """It would have the numbers of rows that come again after a crash."""
+    """Its rows would get the numbers of rows that are repeated after a crash."""
     runtime = CdcRuntime(source, store, limits=limits)
     runtime.start()
     source.commit(inserts(*range(6)))
@@ -144,12 +142,12 @@ def test_no_chunk_comes_in_the_middle_of_a_transaction(
     assert rest.kind is BatchKind.STREAM
     assert seqs + [event.seq for event in rest.events()] == list(range(6))
     runtime.commit(rest.ack)
-    assert taken(runtime, BatchKind.SNAPSHOT, 4) == list(range(6))
+    assert received(runtime, BatchKind.SNAPSHOT, 4) == list(range(6))
     assert runtime.rows_committed == 12
     runtime.stop()
 
 
-def test_no_chunk_takes_the_numbers_of_rows_that_were_handed_out(source: MemoryCapture, store: Store) -> None:
+def test_no_chunk_uses_the_numbers_of_rows_that_were_handed_out(source: MemoryCapture, store: Store) -> None:
     runtime = CdcRuntime(source, store)
     runtime.start()
     for n in range(3):
@@ -188,28 +186,28 @@ def heard() -> list[Fact]:
 
 @pytest.fixture
 def runtime(source: MemoryCapture, store: Store, heard: list[Fact]) -> CdcRuntime:
-    """It has acknowledged five rows."""
+    """A runtime that has acknowledged five rows."""
     source.commit(inserts(*range(5)))
     made = CdcRuntime(source, store, observers=(heard.append,))
     made.start()
-    taken(made, BatchKind.STREAM, 2)
+    received(made, BatchKind.STREAM, 2)
     return made
 
 
-def told(heard: list[Fact]) -> list[str]:
+def reported(heard: list[Fact]) -> list[str]:
     kinds = (observers.SnapshotBegun, observers.SnapshotEnded)
     return [f"{type(fact).__name__} {fact.id}" for fact in heard if isinstance(fact, kinds)]
 
 
-def test_a_snapshot_whose_beginning_cannot_be_saved_begins_later(
+def test_a_snapshot_whose_start_cannot_be_saved_begins_later(
     store: Store, runtime: CdcRuntime, heard: list[Fact]
 ) -> None:
     snapshot = runtime.control.snapshot(SHOP.table)
     store.failures = 1
     assert runtime.poll(0.0).kind is BatchKind.EMPTY
     assert runtime.health().reason == "disk full"
-    assert taken(runtime, BatchKind.SNAPSHOT) == list(range(5))
-    assert told(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
+    assert received(runtime, BatchKind.SNAPSHOT) == list(range(5))
+    assert reported(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
     assert store.snapshot is None
     runtime.stop()
 
@@ -226,10 +224,10 @@ def test_a_snapshot_whose_last_rows_cannot_be_acknowledged_ends_when_they_are(
     with pytest.raises(StateFull):
         runtime.commit(last.ack)
     assert runtime.poll(0.0) is last
-    assert told(heard) == [f"SnapshotBegun {snapshot}"]
+    assert reported(heard) == [f"SnapshotBegun {snapshot}"]
     assert store.snapshot is not None
     runtime.commit(last.ack)
-    assert told(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
+    assert reported(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
     assert store.snapshot is None
     runtime.stop()
 
@@ -244,14 +242,14 @@ def test_a_snapshot_whose_stop_cannot_be_saved_stops_later(
     for _ in range(3):
         assert runtime.poll(0.0).kind is BatchKind.EMPTY
     assert store.failures == 0
-    assert told(heard) == [f"SnapshotBegun {snapshot}"]
-    assert taken(runtime, BatchKind.SNAPSHOT) == []
-    assert told(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
+    assert reported(heard) == [f"SnapshotBegun {snapshot}"]
+    assert received(runtime, BatchKind.SNAPSHOT) == []
+    assert reported(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
     assert store.snapshot is None
     runtime.stop()
 
 
-def test_a_snapshot_that_is_given_up_stays_until_that_is_saved(
+def test_a_snapshot_that_is_given_up_stays_until_its_end_is_saved(
     store: Store, runtime: CdcRuntime, heard: list[Fact], source: MemoryCapture
 ) -> None:
     snapshot = runtime.control.snapshot(SHOP.table)
@@ -266,10 +264,10 @@ def test_a_snapshot_that_is_given_up_stays_until_that_is_saved(
         store.failures = 1
         with pytest.raises(StateFull):
             runtime.poll(0.0)
-        assert told(heard) == [f"SnapshotBegun {snapshot}"]
+        assert reported(heard) == [f"SnapshotBegun {snapshot}"]
         source.commit(inserts(9))
-        assert taken(runtime, BatchKind.STREAM) == [9]
-    assert told(heard)[-1] == f"SnapshotEnded {snapshot}"
+        assert received(runtime, BatchKind.STREAM) == [9]
+    assert reported(heard)[-1] == f"SnapshotEnded {snapshot}"
     assert store.snapshot is None
     runtime.stop()
 
@@ -277,7 +275,7 @@ def test_a_snapshot_that_is_given_up_stays_until_that_is_saved(
 # --- stopping -----------------------------------------------------------------------------------------------------
 
 
-def test_stop_counts_the_rest_of_a_batch_that_was_accepted_in_part(source: MemoryCapture, store: Store) -> None:
+def test_stop_counts_the_rest_of_a_partly_acknowledged_batch(source: MemoryCapture, store: Store) -> None:
     runtime = CdcRuntime(source, store)
     runtime.start()
     for n in range(4):
@@ -295,7 +293,7 @@ def test_stop_counts_the_rest_of_a_batch_that_was_accepted_in_part(source: Memor
 
 
 class Slotted(MemoryCapture):
-    """Makes something at its server for a stream that is new."""
+    """A source that creates something at its server for a new stream."""
 
     slots = 0
 
@@ -322,7 +320,7 @@ def test_a_first_start_that_fails_leaves_nothing_at_the_source(store: Store) -> 
     assert source.slots == 1
 
 
-def test_a_first_start_whose_checkpoint_is_there_after_all_keeps_what_it_made() -> None:
+def test_a_failed_first_start_whose_checkpoint_was_saved_keeps_what_it_made() -> None:
     source = Slotted()
     runtime = CdcRuntime(source, FaultyStore(MemoryCheckpointStore(), fail("save", error=full(), acted=True)))
     with pytest.raises(StateFull):

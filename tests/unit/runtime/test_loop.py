@@ -1,4 +1,4 @@
-"""The loop's order is the guarantee: read, append, confirm; a failure anywhere repeats a window, never skips one."""
+"""The loop's order is the guarantee: a failure anywhere repeats a window, never skips one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.windows import ids
 
 
 class Sink:
-    """Keeps windows; fails when told; notes what the source had been told when each window arrived."""
+    """A sink that keeps windows, fails on demand, and notes the confirmed position for each."""
 
     def __init__(self, source: MemoryCapture) -> None:
         self.position = ZERO
@@ -45,7 +45,7 @@ class Sink:
 
 
 class Source(MemoryCapture):
-    """A memory source that notes when it was opened, and whether every stream was closed."""
+    """A memory source that notes when it was opened and whether every stream was closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Source(MemoryCapture):
 
 
 class Watched:
-    """A stream that says when it is closed."""
+    """A stream that notes that it was closed."""
 
     def __init__(self, inner: Stream, source: Source) -> None:
         self._inner, self._source = inner, source
@@ -108,7 +108,7 @@ def full() -> LogFull:
 
 @pytest.fixture
 def steps(source: Source, sink: Sink) -> Iterator[LogLoop]:
-    """The loop, to be turned by hand."""
+    """Return the loop, to be run turn by turn."""
     made = LogLoop(source.live, sink)
     made.runtime.start()
     yield made
@@ -123,7 +123,7 @@ def test_nothing_is_confirmed_until_the_log_has_it(source: Source, sink: Sink, s
     assert source.confirmed == ZERO
 
 
-def test_the_window_whose_append_failed_comes_again(source: Source, sink: Sink, steps: LogLoop) -> None:
+def test_a_window_whose_append_failed_is_repeated(source: Source, sink: Sink, steps: LogLoop) -> None:
     first = source.commit(inserts(1, 2))
     source.commit(inserts(3))
     sink.failures = [OSError("disk")]
@@ -133,7 +133,7 @@ def test_the_window_whose_append_failed_comes_again(source: Source, sink: Sink, 
     assert (sink.keys, source.confirmed) == ([1, 2], first)
 
 
-def test_the_source_is_told_only_after_each_append(source: Source, sink: Sink, steps: LogLoop) -> None:
+def test_the_source_confirms_only_after_each_append(source: Source, sink: Sink, steps: LogLoop) -> None:
     ends = [source.commit(inserts(n)) for n in range(3)]
     for _ in range(3):
         steps.step()
@@ -159,7 +159,7 @@ def test_a_quiet_window_that_is_due_moves_log_and_source(source: Source, sink: S
     steps.runtime.stop()
 
 
-def test_nothing_to_take_is_no_window(steps: LogLoop) -> None:
+def test_an_empty_read_is_no_window(steps: LogLoop) -> None:
     assert steps.step() is None
 
 
@@ -207,7 +207,7 @@ def test_a_failing_log_stops_the_loop_and_the_source_keeps_everything(source: So
     assert sink.keys == [1, 2]
 
 
-def test_a_log_without_room_is_waited_for_and_nothing_is_lost(source: Source, sink: Sink) -> None:
+def test_the_loop_waits_for_a_full_log_and_loses_nothing(source: Source, sink: Sink) -> None:
     source.commit(inserts(1))
     end = source.commit(inserts(2))
     sink.failures = [full(), full()]
@@ -219,10 +219,10 @@ def test_a_log_without_room_is_waited_for_and_nothing_is_lost(source: Source, si
     assert runtime.progress.last_error is None
 
 
-def test_a_log_that_stays_without_room_is_given_up_though_the_source_answers(
+def test_a_log_that_stays_full_is_given_up_although_the_source_answers(
     source: Source, sink: Sink, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Between two tries the source has nothing to say for a moment; that must not count as an end of the outage."""
+    """Between two attempts the source is briefly quiet; that must not end the outage."""
     source.commit(inserts(1))
     sink.failures = [full() for _ in range(1000)]
     silent = 0
@@ -241,12 +241,12 @@ def test_a_log_that_stays_without_room_is_given_up_though_the_source_answers(
     with pytest.raises(LogFull):
         LogLoop(live, sink, retry_seconds_max=0.3).run(for_seconds(LONG_SECONDS))
     assert source.confirmed == ZERO
-    said = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert said, "a person must look"
-    assert vars(said[0])["hint"] == "Free space."
+    message = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert message, "a person must look"
+    assert vars(message[0])["hint"] == "Free space."
 
 
-def test_an_error_nobody_foresaw_is_not_swallowed(source: Source, sink: Sink) -> None:
+def test_an_unexpected_error_is_not_swallowed(source: Source, sink: Sink) -> None:
     source.commit(inserts(1))
     sink.failures = [ValueError("a defect")]
     with pytest.raises(ValueError, match="a defect"):
@@ -254,7 +254,7 @@ def test_an_error_nobody_foresaw_is_not_swallowed(source: Source, sink: Sink) ->
     assert source.confirmed == ZERO
 
 
-def test_it_stops_when_told_to(source: Source, sink: Sink) -> None:
+def test_the_loop_stops_when_stop_is_set(source: Source, sink: Sink) -> None:
     source.commit(inserts(1))
     LogLoop(source.live, sink).run(lambda: True)
     assert source.opened == []
@@ -273,7 +273,7 @@ def test_the_real_log_is_a_sink(source: Source, tmp_path: Path) -> None:
 # --- a quiet source ----------------------------------------------------------------------------------------
 
 
-def test_a_quiet_source_is_let_go_after_enough_bytes(source: Source, sink: Sink) -> None:
+def test_a_quiet_source_is_confirmed_after_enough_bytes(source: Source, sink: Sink) -> None:
     source.quiet(loop.IDLE_BYTES_MAX - 1)
     runtime = LogLoop(source.live, sink)
     runtime.run(for_seconds(0.2))
@@ -283,7 +283,7 @@ def test_a_quiet_source_is_let_go_after_enough_bytes(source: Source, sink: Sink)
     assert [(window.is_empty, window.end) for window in sink.windows] == [(True, end)]
 
 
-def test_a_quiet_source_is_let_go_after_enough_time(
+def test_a_quiet_source_is_confirmed_after_enough_time(
     source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "IDLE_SECONDS_MAX", 0.3)
@@ -294,9 +294,7 @@ def test_a_quiet_source_is_let_go_after_enough_time(
     assert len(sink.windows) == 1
 
 
-def test_a_quiet_source_is_not_recorded_at_every_look(
-    source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quiet_source_is_not_saved_at_every_poll(source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "IDLE_SECONDS_MAX", 0.25)
     seen = 0
 
@@ -311,7 +309,7 @@ def test_a_quiet_source_is_not_recorded_at_every_look(
     assert 1 <= len(sink.windows) <= (time.monotonic() - began) / 0.25 + 1
 
 
-def test_reaching_the_target_is_recorded_at_once(source: Source, sink: Sink) -> None:
+def test_reaching_the_target_is_saved_at_once(source: Source, sink: Sink) -> None:
     target = source.quiet(50)
     end = source.quiet(50)
     runtime = LogLoop(source.live, sink, target=target)
@@ -332,7 +330,7 @@ def test_a_target_in_the_middle_of_changes_is_reached_with_them(source: Source, 
     assert sink.keys[:2] == [1, 2]
 
 
-def test_without_a_target_one_is_never_caught_up(source: Source, sink: Sink) -> None:
+def test_without_a_target_the_loop_is_never_caught_up(source: Source, sink: Sink) -> None:
     assert not LogLoop(source.live, sink).caught_up
 
 
@@ -357,7 +355,7 @@ def test_a_source_that_cannot_be_opened_is_tried_again(source: Source, sink: Sin
     assert len(source.opened) == 3
 
 
-def test_waits_between_tries_grow_up_to_a_limit(source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_between_attempts_grow_up_to_a_limit(source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 0.1)
     monkeypatch.setattr(intake, "RETRY_SECONDS_MAX", 0.4)
     pauses: list[float] = []
@@ -378,9 +376,7 @@ def test_waits_between_tries_grow_up_to_a_limit(source: Source, sink: Sink, monk
 
 
 @pytest.mark.slow
-def test_waits_begin_small_again_once_something_came(
-    source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_begin_small_again_after_a_success(source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 0.03)
     source.refusals = [unreachable() for _ in range(7)]
     source.commit(inserts(1))
@@ -405,7 +401,7 @@ def test_an_error_that_needs_a_person_is_raised_at_once(source: Source, sink: Si
     assert len(source.opened) == 1
 
 
-def test_it_gives_up_after_the_time_it_was_given(source: Source, sink: Sink) -> None:
+def test_the_loop_gives_up_after_its_retry_time(source: Source, sink: Sink) -> None:
     source.refusals = [unreachable() for _ in range(100)]
     runtime = LogLoop(source.live, sink, retry_seconds_max=0.4)
     began = time.monotonic()
@@ -416,8 +412,8 @@ def test_it_gives_up_after_the_time_it_was_given(source: Source, sink: Sink) -> 
     assert runtime.progress.last_error is not None
 
 
-def test_an_outage_that_is_over_does_not_count_against_the_next(source: Source, sink: Sink) -> None:
-    """The source is idle in between: no window comes, but every read succeeds."""
+def test_an_outage_that_ended_does_not_count_towards_the_next(source: Source, sink: Sink) -> None:
+    """The source is idle in between: there is no window, but every read succeeds."""
     runtime = LogLoop(source.live, sink, retry_seconds_max=2.0)
     source.break_next_read(unreachable())
     runtime.run(for_seconds(2.5))
@@ -425,7 +421,7 @@ def test_an_outage_that_is_over_does_not_count_against_the_next(source: Source, 
     runtime.run(until(lambda: runtime.progress.reconnects == 2))
 
 
-def test_a_wait_ends_when_the_loop_is_told_to_stop(source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_ends_when_stop_is_set(source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 800.0)
     source.refusals = [unreachable()]
     began = time.monotonic()
@@ -434,7 +430,7 @@ def test_a_wait_ends_when_the_loop_is_told_to_stop(source: Source, sink: Sink, m
     assert len(source.opened) == 1
 
 
-def test_progress_says_how_far_the_source_is(source: Source, sink: Sink) -> None:
+def test_progress_has_the_furthest_position_of_the_source(source: Source, sink: Sink) -> None:
     source.commit(inserts(1, 2))
     end = source.quiet(500)
     runtime = LogLoop(source.live, sink)

@@ -1,4 +1,4 @@
-"""The loop and a transaction that comes in parts: nothing is confirmed before its end, nothing lost or doubled."""
+"""The loop with transactions in parts: nothing is confirmed before the end, lost or doubled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PART = 3
 
 
 class Sink:
-    """Keeps parts aside until their transaction ends; fails when told, before or after it wrote something."""
+    """A sink that keeps parts until their transaction ends, and fails on demand before or after it wrote."""
 
     def __init__(self, source: MemoryCapture) -> None:
         self.position = ZERO
@@ -31,7 +31,7 @@ class Sink:
         self.appended: list[tuple[int, bool]] = []
         self.confirmed_before: list[Lsn] = []
         self.failures: dict[int, Exception] = {}
-        """By the number of the append that meets it."""
+        """Failures by the number of the append that meets them."""
         self._source = source
         self._calls = 0
 
@@ -62,7 +62,7 @@ def sink(source: MemoryCapture) -> Sink:
 
 
 def write(source: MemoryCapture) -> Lsn:
-    """A small transaction, a large one, and a small one again."""
+    """Commit a small transaction, a large one, and a small one again."""
     source.commit(inserts(1))
     source.commit(inserts(*LARGE))
     return source.commit(inserts(2, 3))
@@ -104,7 +104,7 @@ def test_large_transactions_arrive_once_and_in_order(source: MemoryCapture, sink
     assert source.confirmed == end
 
 
-def test_progress_counts_the_rows_of_a_part_as_they_come(source: MemoryCapture, sink: Sink) -> None:
+def test_progress_counts_the_rows_of_a_part_at_once(source: MemoryCapture, sink: Sink) -> None:
     source.commit(inserts(*LARGE))
     runtime = LogLoop(source.live, sink)
     seen: list[int] = []
@@ -146,7 +146,7 @@ def test_a_log_that_fails_stops_the_loop_and_the_source_keeps_the_whole_transact
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_a_source_that_breaks_between_two_parts_loses_and_doubles_nothing(
+def test_a_source_that_breaks_between_two_parts_loses_and_repeats_nothing(
     source: MemoryCapture, sink: Sink, parts: int
 ) -> None:
     end = write(source)
@@ -163,7 +163,7 @@ def test_a_source_that_breaks_between_two_parts_loses_and_doubles_nothing(
     assert (runtime.progress.reconnects, runtime.progress.rows) == (1, len(WRITTEN))
 
 
-def test_stopped_between_two_parts_the_next_run_begins_the_transaction_again(source: MemoryCapture, sink: Sink) -> None:
+def test_a_stop_between_two_parts_makes_the_next_run_repeat_the_transaction(source: MemoryCapture, sink: Sink) -> None:
     end = write(source)
     runtime = LogLoop(source.live, sink)
     runtime.run(until(lambda: sink.aside == LARGE[: 2 * PART]))
@@ -173,7 +173,7 @@ def test_stopped_between_two_parts_the_next_run_begins_the_transaction_again(sou
     assert runtime.progress.rows == len(WRITTEN)
 
 
-def test_one_is_caught_up_only_when_the_large_transaction_has_ended(source: MemoryCapture, sink: Sink) -> None:
+def test_the_loop_is_caught_up_only_when_the_large_transaction_has_ended(source: MemoryCapture, sink: Sink) -> None:
     source.commit(inserts(1))
     target = source.commit(inserts(*LARGE))
     runtime = LogLoop(source.live, sink, target=target)
@@ -189,10 +189,10 @@ def test_one_is_caught_up_only_when_the_large_transaction_has_ended(source: Memo
     assert sink.keys == [1, *LARGE]
 
 
-def test_a_quiet_source_is_let_go_as_before_after_a_large_transaction(
+def test_a_quiet_source_is_still_confirmed_after_a_large_transaction(
     source: MemoryCapture, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part is no commit: the time since the last one goes on."""
+    """A part is no commit: the time since the last commit keeps counting."""
     monkeypatch.setattr(loop, "IDLE_SECONDS_MAX", 0.2)
     write(source)
     end = source.quiet(1)

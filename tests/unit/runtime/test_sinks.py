@@ -1,4 +1,4 @@
-"""Sinks: what was flushed is there, what was rejected is told, what failed comes again."""
+"""Sinks: flushed rows are durable, rejected rows are reported, failed batches are repeated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER = named("public", "others", 20)
 
 
 def batch() -> Batch:
-    """One transaction, as a runtime hands it out."""
+    """Return one transaction as a runtime hands it out."""
     source = MemoryCapture()
     source.commit(inserts(1, 2), inserts(3, schema=OTHER))
     runtime = CdcRuntime(source, MemoryCheckpointStore())
@@ -65,7 +65,7 @@ def test_a_stream_gets_a_line_for_each_change() -> None:
     assert json.loads(other.getvalue().splitlines()[0])["op"] == "c"
 
 
-def test_a_row_that_goes_is_in_the_file_with_all_that_the_source_sent(tmp_path: Path) -> None:
+def test_a_deleted_row_is_in_the_file_with_all_that_the_source_sent(tmp_path: Path) -> None:
     keyed, keyless = table("public.k", id=pa.int64(), v=pa.string()), table("public.nk", key=(), a=pa.int64())
     source = MemoryCapture()
     source.commit(changes(replace(keyed, identity=Identity.FULL), delete({"id": 1, "v": "x"})))
@@ -78,17 +78,17 @@ def test_a_row_that_goes_is_in_the_file_with_all_that_the_source_sent(tmp_path: 
         assert [json.loads(line)["before"] for line in found] == [{"id": 1, "v": "x"}, {"a": 5}]
 
 
-def test_a_reader_that_is_gone_is_an_error_that_nobody_waits_for() -> None:
+def test_a_closed_pipe_is_an_error_without_retry() -> None:
     class Gone(io.StringIO):
         def flush(self) -> None:
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    with pytest.raises(SinkError) as told:
+    with pytest.raises(SinkError) as reported:
         StreamSink(Gone()).flush(True)
-    assert not isinstance(told.value, SinkUnready)
+    assert not isinstance(reported.value, SinkUnready)
 
 
-def test_files_are_rolled_and_nothing_is_in_them_before_the_flush(tmp_path: Path) -> None:
+def test_files_are_rolled_and_stay_empty_before_the_flush(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path, bytes_max=1)
     sink.write(batch())
     assert lines(tmp_path) == []
@@ -115,7 +115,7 @@ def test_a_line_that_was_torn_by_a_crash_is_cut_off(tmp_path: Path) -> None:
     assert lines(tmp_path) == [0, 1, 2]
 
 
-def test_a_sink_that_is_closed_touches_no_file_of_anybody(tmp_path: Path) -> None:
+def test_a_closed_sink_touches_no_other_file(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "out")
     sink.write(batch())
     sink.close()
@@ -124,9 +124,9 @@ def test_a_sink_that_is_closed_touches_no_file_of_anybody(tmp_path: Path) -> Non
     for handle in others:
         os.write(handle, precious)
     for attempt in (lambda: sink.flush(True), lambda: sink.write(batch())):
-        with pytest.raises(SinkError, match="the sink is closed") as told:
+        with pytest.raises(SinkError, match="sink is closed") as reported:
             attempt()
-        assert not isinstance(told.value, SinkUnready), "waiting opens it no more"
+        assert not isinstance(reported.value, SinkUnready), "waiting opens it no more"
     sink.close()
     for handle in others:
         assert os.pread(handle, 100, 0) == precious
@@ -134,7 +134,7 @@ def test_a_sink_that_is_closed_touches_no_file_of_anybody(tmp_path: Path) -> Non
     assert lines(tmp_path / "out") == [], "what was not flushed was delivered to nobody"
 
 
-def test_a_block_closes_its_sink(tmp_path: Path) -> None:
+def test_a_with_block_closes_its_sink(tmp_path: Path) -> None:
     with JsonlSink(tmp_path) as sink:
         sink.write(batch())
         sink.flush(True)
@@ -143,9 +143,7 @@ def test_a_block_closes_its_sink(tmp_path: Path) -> None:
     assert lines(tmp_path) == [0, 1, 2]
 
 
-def test_a_last_sync_that_fails_is_told_and_the_file_is_let_go_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_last_sync_is_raised_and_the_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = JsonlSink(tmp_path, fsync="interval", fsync_seconds=3600.0)
     sink.write(batch())
     sink.flush(False)
@@ -159,12 +157,12 @@ def test_a_last_sync_that_fails_is_told_and_the_file_is_let_go_of(
     sink.close()
 
 
-def test_a_stream_that_is_closed_is_an_error_that_nobody_waits_for() -> None:
+def test_a_closed_stream_is_an_error_without_retry() -> None:
     stream = io.StringIO()
     stream.close()
-    with pytest.raises(SinkError, match="the stream is closed") as told:
+    with pytest.raises(SinkError, match="the stream is closed") as reported:
         StreamSink(stream).flush(True)
-    assert not isinstance(told.value, SinkUnready)
+    assert not isinstance(reported.value, SinkUnready)
 
 
 def test_a_flush_that_fails_leaves_nothing_behind_and_is_tried_again(
@@ -190,7 +188,7 @@ def test_a_flush_that_fails_leaves_nothing_behind_and_is_tried_again(
 def test_a_new_file_that_cannot_be_opened_leaves_the_old_one_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is a file closed twice: by then its number may be somebody else's."""
+    """No file is closed twice either: its number may belong to another file by then."""
     sink = JsonlSink(tmp_path, bytes_max=1)
     sink.write(batch())
     sink.flush(True)
@@ -221,7 +219,7 @@ def test_a_new_file_that_cannot_be_opened_leaves_the_old_one_in_place(
     assert len(list(tmp_path.glob("*.jsonl"))) == 2
 
 
-def test_what_could_not_be_cut_off_at_once_is_cut_off_before_the_next_flush(
+def test_a_torn_line_that_could_not_be_cut_off_is_cut_off_before_the_next_flush(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = JsonlSink(tmp_path)
@@ -271,7 +269,7 @@ def test_files_are_synced_by_time_by_size_when_idle_and_when_closed(
         JsonlSink(tmp_path, fsync="sometimes")  # type: ignore[arg-type] # what a user may write
 
 
-def test_a_batch_that_one_of_two_could_not_take_is_written_once_by_the_other(tmp_path: Path) -> None:
+def test_a_batch_that_one_of_two_sinks_failed_on_is_written_once_by_the_other(tmp_path: Path) -> None:
     class Full(MemorySink):
         left = 1
 
@@ -291,8 +289,8 @@ def test_a_batch_that_one_of_two_could_not_take_is_written_once_by_the_other(tmp
     assert full.rows == 3
 
 
-def test_what_was_injected_drives_out_nothing_and_is_there_once(tmp_path: Path) -> None:
-    """It stands outside of the source's order: its numbers are below zero, or mean nothing."""
+def test_injected_rows_replace_no_batch_and_are_written_once(tmp_path: Path) -> None:
+    """They are outside the source's order: their numbers are below zero, or meaningless."""
     sink, memory, given = JsonlSink(tmp_path), MemorySink(), batch()
     below = replace(given, ack=None, window=number_from(given.window, -9))
     for one in (given, below, replace(given, ack=None), replace(given, ack=None), below):
@@ -318,7 +316,7 @@ def test_fan_out_is_delivered_when_all_have_it() -> None:
         FanOut(one, Failing()).flush(True)
 
 
-def test_each_table_goes_to_its_own_sink_and_others_are_told_apart() -> None:
+def test_each_table_goes_to_its_own_sink_and_others_are_rejected() -> None:
     things, rest = MemorySink(), MemorySink()
     router = TableRouter({SHOP.table: things}, otherwise=rest)
     assert list(router.write(batch())) == []
@@ -329,7 +327,7 @@ def test_each_table_goes_to_its_own_sink_and_others_are_told_apart() -> None:
 
 
 class Answering:
-    """A sink of one's own that says this of every batch."""
+    """A custom sink that returns this for every batch."""
 
     def __init__(self, answer: object) -> None:
         self.answer, self.flushes = answer, 0
@@ -358,7 +356,7 @@ def run_into(sink: Sink) -> MemoryCheckpointStore:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_sink_that_says_nothing_took_everything(way: str) -> None:
+def test_a_sink_that_returns_none_took_every_row(way: str) -> None:
     sink = Answering(None)
     run_into(WAYS[way](sink))
     assert sink.flushes
@@ -366,9 +364,9 @@ def test_a_sink_that_says_nothing_took_everything(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("answer", [True, ["no"], "no", {"seq": 1}])
-def test_what_is_no_rejected_row_is_refused_with_what_to_return(way: str, answer: object) -> None:
+def test_a_wrong_answer_of_write_is_refused_with_what_to_return(way: str, answer: object) -> None:
     sink = Answering(answer)
-    with pytest.raises(SinkError, match="rows that it rejects are meant") as raised:
+    with pytest.raises(SinkError, match="instead of rejected rows") as raised:
         run_into(WAYS[way](sink))
     assert "Rejected(table=" in str(raised.value.hint)
     assert not sink.flushes
@@ -379,7 +377,7 @@ def test_what_is_no_rejected_row_is_refused_with_what_to_return(way: str, answer
     lambda: StreamSink(encode=cast("Any", 3)), lambda: JsonlSink(""), lambda: JsonlSink(cast("Any", None)),
     lambda: TableRouter(cast("Any", [SHOP.table])),
 ])  # fmt: skip
-def test_what_a_sink_cannot_be_made_of_is_refused_before_any_row_comes(make: Callable[[], object]) -> None:
+def test_invalid_arguments_of_a_sink_are_refused_before_any_row(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError) as raised:
         make()
     assert raised.value.hint
@@ -387,9 +385,9 @@ def test_what_a_sink_cannot_be_made_of_is_refused_before_any_row_comes(make: Cal
 
 def test_a_folder_has_one_sink_at_a_time(tmp_path: Path) -> None:
     first = JsonlSink(tmp_path)
-    with pytest.raises(SinkError, match="another sink writes to the folder") as raised:
+    with pytest.raises(SinkError, match="folder is in use by another sink") as raised:
         JsonlSink(tmp_path)
-    assert "Close that one first" in raised.value.hint
+    assert "Close that sink first" in raised.value.hint
     first.close()
     JsonlSink(tmp_path).close()
     forgotten = JsonlSink(tmp_path)
@@ -398,7 +396,7 @@ def test_a_folder_has_one_sink_at_a_time(tmp_path: Path) -> None:
     JsonlSink(tmp_path).close()
 
 
-def test_what_closes_several_sinks_closes_each(tmp_path: Path) -> None:
+def test_closing_several_sinks_closes_each(tmp_path: Path) -> None:
     class Failing(MemorySink):
         def close(self) -> None:
             raise SinkError("it cannot be closed", hint="Leave it.")
@@ -409,7 +407,7 @@ def test_what_closes_several_sinks_closes_each(tmp_path: Path) -> None:
     JsonlSink(tmp_path / "other").close()
 
 
-def test_only_files_of_its_own_are_gone_on_with(tmp_path: Path) -> None:
+def test_a_sink_continues_only_its_own_files(tmp_path: Path) -> None:
     for name in ("\u00b2", "7", "00000000", " 5", "-0000001", "000000011"):
         (tmp_path / f"{name}.jsonl").write_text("somebody's")
     (tmp_path / "00000002.jsonl").write_text("a line\ntorn")

@@ -1,4 +1,4 @@
-"""A snapshot is over with the acknowledgement of its last rows, or once nothing is known to come behind them."""
+"""A snapshot ends with its last acknowledgement, or once no row is known to follow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER = named("public", "others", 20)
 
 
 class Store(MemoryCheckpointStore):
-    """Takes nothing while it is full."""
+    """A store that refuses to save while it is full."""
 
     full = False
 
@@ -31,7 +31,7 @@ class Store(MemoryCheckpointStore):
 
     @property
     def snapshot(self) -> object:
-        """The snapshot on record."""
+        """The snapshot in the saved checkpoint."""
         saved = self.load("default")
         assert saved is not None
         return saved.metadata["snapshot"]
@@ -39,7 +39,7 @@ class Store(MemoryCheckpointStore):
 
 @pytest.fixture
 def source() -> MemoryCapture:
-    """One table with rows, and one whose last row is gone."""
+    """Return a source with one table with rows, and one whose last row was deleted."""
     made = MemoryCapture(keep_tables=True, chunk_rows=10)
     made.commit(inserts(*range(3)))
     made.commit(inserts(7, schema=OTHER))
@@ -56,7 +56,7 @@ def ended(heard: list[Fact]) -> list[tuple[int, bool]]:
     return [(fact.rows, fact.stopped) for fact in heard if isinstance(fact, SnapshotEnded)]
 
 
-def test_the_last_acknowledgement_ends_it(source: MemoryCapture, store: Store) -> None:
+def test_the_last_acknowledgement_ends_a_snapshot(source: MemoryCapture, store: Store) -> None:
     heard: list[Fact] = []
     tables = (OTHER.table, SHOP.table)
     runtime = CdcRuntime(source, store, snapshot_tables=tables, limits=Limits(rows=2), observers=(heard.append,))
@@ -76,7 +76,7 @@ def test_the_last_acknowledgement_ends_it(source: MemoryCapture, store: Store) -
     again.force_stop()
 
 
-def test_first_rows_of_the_last_batch_do_not_end_it(source: MemoryCapture, store: Store) -> None:
+def test_acknowledging_a_part_of_the_last_batch_does_not_end_a_snapshot(source: MemoryCapture, store: Store) -> None:
     heard: list[Fact] = []
     runtime = CdcRuntime(source, store, snapshot_tables=(SHOP.table,), observers=(heard.append,))
     runtime.start()
@@ -92,7 +92,7 @@ def test_first_rows_of_the_last_batch_do_not_end_it(source: MemoryCapture, store
     again.stop()
 
 
-def test_where_an_empty_table_comes_last_the_poll_that_finds_nothing_ends_it(
+def test_a_snapshot_whose_last_table_is_empty_ends_at_the_poll_without_rows(
     source: MemoryCapture, store: Store
 ) -> None:
     heard: list[Fact] = []
@@ -108,7 +108,7 @@ def test_where_an_empty_table_comes_last_the_poll_that_finds_nothing_ends_it(
     again.stop()
 
 
-def test_one_on_demand_is_over_with_its_last_acknowledgement_too(source: MemoryCapture, store: Store) -> None:
+def test_a_requested_snapshot_ends_with_its_last_acknowledgement_too(source: MemoryCapture, store: Store) -> None:
     heard: list[Fact] = []
     runtime = CdcRuntime(source, store, observers=(heard.append,))
     runtime.start()

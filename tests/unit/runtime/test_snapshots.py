@@ -1,4 +1,4 @@
-"""Snapshots inside the runtime: bulk and incremental, resumed behind what was acknowledged, never older than it."""
+"""Snapshots in the runtime: bulk and incremental, resumed after the acknowledged rows, never outdated."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def started(source: MemoryCapture, store: MemoryCheckpointStore, **given: object
 
 
 def take(runtime: CdcRuntime, polls: int = 60) -> list[Batch]:
-    """All batches that come, acknowledged."""
+    """Return all batches, each acknowledged."""
     found = []
     for _ in range(polls):
         batch = runtime.poll(0.0)
@@ -69,7 +69,7 @@ def keys(batches: list[Batch], kind: BatchKind) -> list[object]:
     return [key for batch in batches if batch.kind is kind for key in keys_of(batch)]
 
 
-def test_all_rows_are_read_then_the_stream_goes_on_from_there(
+def test_all_rows_are_read_then_the_stream_continues_from_there(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     runtime = started(source, store, snapshot_tables=TABLES)
@@ -84,7 +84,7 @@ def test_all_rows_are_read_then_the_stream_goes_on_from_there(
     runtime.stop()
 
 
-def test_the_place_is_on_record_before_the_first_row(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+def test_the_position_is_saved_before_the_first_row(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
     runtime = started(source, store, snapshot_tables=TABLES)
     saved = store.load("default")
     assert saved is not None
@@ -93,7 +93,7 @@ def test_the_place_is_on_record_before_the_first_row(source: MemoryCapture, stor
     runtime.force_stop()
 
 
-def test_a_snapshot_that_was_killed_goes_on_and_nothing_acknowledged_comes_again(
+def test_a_killed_snapshot_continues_and_repeats_no_acknowledged_row(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     runtime = started(source, store, snapshot_tables=TABLES)
@@ -108,7 +108,7 @@ def test_a_snapshot_that_was_killed_goes_on_and_nothing_acknowledged_comes_again
     again.stop()
 
 
-def test_a_part_of_a_batch_of_a_snapshot_can_be_accepted(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+def test_a_part_of_a_snapshot_batch_can_be_acknowledged(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
     runtime = started(source, store, snapshot_tables=TABLES)
     batch = runtime.poll()
     runtime.commit(batch.ack, rows=1)
@@ -120,7 +120,7 @@ def test_a_part_of_a_batch_of_a_snapshot_can_be_accepted(source: MemoryCapture, 
     again.force_stop()
 
 
-def test_a_source_that_cannot_go_on_begins_again_and_says_so(
+def test_a_source_that_cannot_continue_a_snapshot_begins_it_again_and_logs_it(
     store: MemoryCheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = MemoryCapture(keep_tables=True)
@@ -181,7 +181,7 @@ def test_lesson_2_a_row_that_is_read_is_never_older_than_what_was_delivered(
     runtime.stop()
 
 
-def test_a_snapshot_on_demand_can_be_given_up(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+def test_a_requested_snapshot_can_be_stopped(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
     heard: list[Fact] = []
     runtime = started(source, store, observers=(heard.append,))
     take(runtime)
@@ -202,9 +202,7 @@ def test_a_snapshot_on_demand_can_be_given_up(source: MemoryCapture, store: Memo
     runtime.stop()
 
 
-def test_whoever_gives_a_snapshot_up_hears_whether_there_was_one(
-    source: MemoryCapture, store: MemoryCheckpointStore
-) -> None:
+def test_stop_snapshot_returns_whether_there_was_one(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
     runtime = started(source, store)
     take(runtime)
     stop = runtime.control.stop_snapshot
@@ -218,13 +216,13 @@ def test_whoever_gives_a_snapshot_up_hears_whether_there_was_one(
     assert not stop(first)
     assert not stop("0123456789ab")
     for odd in (7, "public.orders", "", SHOP.table, ["0123456789ab"]):
-        with pytest.raises(ConfigError, match="no snapshot's id") as raised:
+        with pytest.raises(ConfigError, match="snapshot id is not valid") as raised:
             stop(cast("str", odd))
         assert "`control.snapshot(…)` has returned" in raised.value.hint
     runtime.stop()
 
 
-def test_of_a_snapshot_that_was_given_up_while_it_waited_its_end_is_told_too(
+def test_the_end_of_a_snapshot_stopped_while_it_waited_is_reported_too(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     heard: list[Fact] = []
@@ -241,7 +239,7 @@ def test_of_a_snapshot_that_was_given_up_while_it_waited_its_end_is_told_too(
     runtime.stop()
 
 
-def test_what_is_asked_for_after_a_stop_is_read_though_nobody_polled_between(
+def test_a_snapshot_requested_after_a_stop_is_read_even_without_a_poll_between(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     runtime = started(source, store)
@@ -258,7 +256,7 @@ def test_what_is_asked_for_after_a_stop_is_read_though_nobody_polled_between(
     runtime.stop()
 
 
-def test_a_snapshot_before_the_stream_can_be_given_up_and_the_stream_goes_on_from_its_moment(
+def test_a_bulk_snapshot_can_be_stopped_and_the_stream_begins_at_its_position(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     heard: list[Fact] = []
@@ -291,7 +289,7 @@ def test_batches_of_a_snapshot_are_bounded_by_bytes_too(source: MemoryCapture, s
     runtime.stop()
 
 
-def test_acknowledged_rows_of_a_snapshot_are_told_of(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+def test_acknowledged_rows_of_a_snapshot_are_reported(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
     heard: list[Fact] = []
     runtime = started(source, store, snapshot_tables=TABLES, observers=(heard.append,))
     runtime.commit(runtime.poll().ack, rows=3)
@@ -299,7 +297,7 @@ def test_acknowledged_rows_of_a_snapshot_are_told_of(source: MemoryCapture, stor
     runtime.force_stop()
 
 
-def test_an_incremental_snapshot_goes_on_after_a_crash(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+def test_an_incremental_snapshot_continues_after_a_crash(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
     runtime = started(source, store)
     take(runtime)
     runtime.control.snapshot(SHOP.table)
@@ -311,7 +309,7 @@ def test_an_incremental_snapshot_goes_on_after_a_crash(source: MemoryCapture, st
     again.stop()
 
 
-def test_a_snapshot_that_breaks_is_taken_up_again(
+def test_a_broken_snapshot_is_resumed(
     source: MemoryCapture, store: MemoryCheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = started(source, store, snapshot_tables=TABLES)
@@ -332,8 +330,8 @@ def test_a_snapshot_that_breaks_is_taken_up_again(
     runtime.stop()
 
 
-def test_what_does_not_go_together_is_refused(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
-    with pytest.raises(ConfigError, match="do not go together"):
+def test_incompatible_snapshot_settings_are_refused(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
         started(source, store, snapshot_tables=TABLES, incremental_snapshot=TABLES)
     runtime = started(source, store, snapshot_tables=TABLES)
     runtime.force_stop()
@@ -362,7 +360,7 @@ def test_a_snapshot_in_a_checkpoint_that_cannot_be_read_is_an_error(
             started(source, store, snapshot_tables=TABLES)
 
 
-def test_a_source_without_tables_says_so(store: MemoryCheckpointStore) -> None:
+def test_a_source_that_cannot_read_tables_is_refused(store: MemoryCheckpointStore) -> None:
     with pytest.raises(Unsupported):
         started(MemoryCapture(), store, snapshot_tables=TABLES)
 
@@ -376,7 +374,7 @@ def test_a_snapshot_needs_tables_and_a_condition_needs_one(source: MemoryCapture
     runtime.stop()
 
 
-def test_a_table_that_is_named_by_a_text_is_refused_before_anything_is_read(
+def test_a_table_named_by_a_string_is_refused_before_anything_is_read(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     name = str(SHOP.table)
@@ -389,7 +387,7 @@ def test_a_table_that_is_named_by_a_text_is_refused_before_anything_is_read(
     runtime.stop()
 
 
-def test_a_snapshot_on_demand_that_cannot_be_had_does_not_disturb_the_stream(
+def test_a_requested_snapshot_that_fails_does_not_disturb_the_stream(
     source: MemoryCapture, store: MemoryCheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[Fact] = []
@@ -418,7 +416,7 @@ def test_a_snapshot_on_demand_that_cannot_be_had_does_not_disturb_the_stream(
     runtime.stop()
 
 
-def test_an_incremental_snapshot_of_a_table_that_went_does_not_keep_it_from_starting(
+def test_an_incremental_snapshot_of_a_dropped_table_does_not_block_the_start(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     runtime = started(source, store)
@@ -433,7 +431,7 @@ def test_an_incremental_snapshot_of_a_table_that_went_does_not_keep_it_from_star
     again.stop()
 
 
-def test_a_log_keeps_no_place_of_a_snapshot(source: MemoryCapture, tmp_path: Path) -> None:
+def test_a_log_cannot_store_the_progress_of_a_snapshot(source: MemoryCapture, tmp_path: Path) -> None:
     log = LogWriter(tmp_path / "log", source.identity)
     with pytest.raises(ConfigError):
         CdcRuntime(source, LogSink(log), snapshot_tables=TABLES)
@@ -469,7 +467,7 @@ def test_a_checkpoint_that_cannot_be_saved_leaves_rows_that_were_read_unacknowle
     runtime.stop()
 
 
-def test_first_rows_are_acknowledged_although_a_transform_refuses_the_rest(
+def test_a_prefix_is_acknowledged_although_a_transform_refuses_the_rest(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     refuses = False
@@ -497,7 +495,7 @@ def test_first_rows_are_acknowledged_although_a_transform_refuses_the_rest(
     runtime.stop()
 
 
-def test_the_rest_of_rows_that_were_read_is_nobodys_until_it_is_polled(
+def test_the_rest_of_a_snapshot_batch_cannot_be_acknowledged_before_the_next_poll(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     runtime = started(source, store, snapshot_tables=TABLES)
@@ -510,7 +508,7 @@ def test_the_rest_of_rows_that_were_read_is_nobodys_until_it_is_polled(
     assert runtime.rows_committed == 1, "what was not polled again is not acknowledged"
 
 
-def test_what_comes_behind_the_rest_of_a_batch_has_the_numbers_behind_it_though_a_snapshot_took_some(
+def test_rows_after_the_rest_of_a_batch_have_later_numbers_although_a_snapshot_took_some(
     store: MemoryCheckpointStore,
 ) -> None:
     source = MemoryCapture(keep_tables=True)
@@ -528,7 +526,9 @@ def test_what_comes_behind_the_rest_of_a_batch_has_the_numbers_behind_it_though_
     assert rest.transactions == 2
 
 
-def test_what_a_stop_gives_back_has_the_numbers_that_it_would_have_come_with(store: MemoryCheckpointStore) -> None:
+def test_rows_returned_by_a_stop_have_the_numbers_they_would_have_been_delivered_with(
+    store: MemoryCheckpointStore,
+) -> None:
     source = MemoryCapture(keep_tables=True, window_transactions_max=2)
     source.commit(inserts(1))
     runtime = CdcRuntime(source, store, incremental_snapshot=[SHOP.table], limits=Limits(rows=1))

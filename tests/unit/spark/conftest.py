@@ -1,4 +1,4 @@
-"""A log that tests here write, for those that read it as Spark does."""
+"""A change log that tests write, for code that reads it as Spark does."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from tests.support.logs import Diary, quick_folder
 @pytest.fixture
 def diary(tmp_path: Path) -> Iterator[Diary]:
     with quick_folder(tmp_path) as folder:
-        made = Diary(folder / "log")
-        yield made
-        made.close()
+        writer = Diary(folder / "log")
+        yield writer
+        writer.close()

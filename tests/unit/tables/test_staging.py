@@ -1,4 +1,4 @@
-"""Files that wait for a commit: whole, on disk, named as told; and gone again when they are not wanted."""
+"""Staged files: complete, on disk, under the given name, and discarded when not needed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def staged_rows(folder: Path, files: tuple[StagedFile, ...]) -> list[dict[str, A
 # --- writing -----------------------------------------------------------------------------------------------
 
 
-def test_rows_are_staged_under_the_name_and_told_of(tmp_path: Path) -> None:
+def test_rows_are_staged_under_the_name_and_described(tmp_path: Path) -> None:
     files = stage(tmp_path / "s" / "t", "load7-3-0", SHOP, record_batches(SHOP, ROWS))
     (file,) = files
     assert (file.path, file.rows) == ("part-load7-3-0-000.parquet", 5)
@@ -84,15 +84,15 @@ def test_a_file_that_is_large_enough_is_followed_by_another(tmp_path: Path, monk
     assert staged_rows(tmp_path, files) == ROWS
 
 
-def test_files_are_about_as_large_as_is_aimed_at(tmp_path: Path) -> None:
+def test_files_have_about_the_target_size(tmp_path: Path) -> None:
     text = np.random.default_rng(1).integers(97, 123, 12 << 20, np.uint8).tobytes().decode()
     rows = [{"id": i, "big": text[i * 1000 : i * 1000 + 1000], "name": f"p{i % 2}"} for i in range(12_000)]
-    aim = 2 << 20
-    for name, by in (("whole", ()), ("apart", ("name",))):
-        files = stage(tmp_path / name, "x", SHOP, record_batches(SHOP, rows), by, file_bytes=aim)
-        full = [file.size for file in files if file.size >= aim]
+    target = 2 << 20
+    for name, by in (("whole", ()), ("partitioned", ("name",))):
+        files = stage(tmp_path / name, "x", SHOP, record_batches(SHOP, rows), by, file_bytes=target)
+        full = [file.size for file in files if file.size >= target]
         assert len(full) >= 2, "several are full"
-        assert max(full) < 2 * aim, "and none has got more than a row group besides"
+        assert max(full) < 2 * target, "and no file exceeds it by more than a row group"
         assert sum(file.rows for file in files) == len(rows)
 
 
@@ -144,7 +144,7 @@ def test_the_file_is_what_delta_rs_writes_itself(tmp_path: Path) -> None:
     (other,) = DeltaTable(str(tmp_path / "theirs")).file_uris()
     ours, theirs = (pq.ParquetFile(path) for path in (tmp_path / "ours" / file.path, other))
     for mine, its in zip(ours.schema, theirs.schema, strict=True):
-        # What a list's elements are called is free to the writer; this is the format's own word.
+        # The writer may choose the name of a list's elements; this one is the format's own.
         assert mine.path == its.path.replace(".list.item", ".list.element")
         assert (mine.physical_type, mine.max_definition_level, mine.max_repetition_level) == (
             its.physical_type,
@@ -174,11 +174,11 @@ def test_files_and_folder_are_on_disk_when_it_returns(tmp_path: Path, monkeypatc
     synced: dict[int, int] = {}
     fsync = os.fsync
 
-    def noted(handle: int) -> None:
+    def record_fsync(handle: int) -> None:
         fsync(handle)
         synced[os.fstat(handle).st_ino] = os.fstat(handle).st_size
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", record_fsync)
     (file,) = stage(tmp_path / "t", "x", SHOP, record_batches(SHOP, ROWS))
     written = (tmp_path / "t" / file.path).stat()
     assert synced[written.st_ino] == written.st_size
@@ -188,17 +188,15 @@ def test_files_and_folder_are_on_disk_when_it_returns(tmp_path: Path, monkeypatc
 # --- refusing ----------------------------------------------------------------------------------------------
 
 
-def test_an_error_of_the_source_is_raised_as_it_is_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_error_is_raised_unchanged_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "GROUP_ROWS_MAX", 1)
 
     def batches() -> Iterator[pa.RecordBatch]:
         yield from record_batches(SHOP, ROWS)
         assert len(names(tmp_path)) >= 3  # the last row waits for more, the one before may be on its way
-        raise ConnectionResetError("the source went away")
+        raise ConnectionResetError("the source is unreachable")
 
-    with pytest.raises(ConnectionResetError, match="went away"):
+    with pytest.raises(ConnectionResetError, match="unreachable"):
         stage(tmp_path, "x", SHOP, batches(), file_bytes=1)
     assert names(tmp_path) == []
 
@@ -218,7 +216,7 @@ def test_a_name_that_is_not_a_plain_token_is_refused(tmp_path: Path, token: str)
         discard(tmp_path, token)
 
 
-def test_what_a_table_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+def test_values_and_columns_that_a_table_cannot_hold_are_refused_by_name(tmp_path: Path) -> None:
     far = pa.array([2_145_042_541], pa.int32()).view(pa.date32())
     dated = table_schema({"id": pa.int64(), "d": pa.date32()})
     with pytest.raises(ValueUnfit, match="column=d"):
@@ -235,7 +233,7 @@ def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path) == ["thesis.tex"]
 
 
-def test_many_may_stage_at_once_into_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_many_may_stage_at_once_into_a_missing_folder(tmp_path: Path) -> None:
     path = table_path(tmp_path, TableId("public", "a/b"))
 
     def one(n: int) -> tuple[StagedFile, ...]:
@@ -251,7 +249,7 @@ def test_many_may_stage_at_once_into_a_folder_that_is_not_there_yet(tmp_path: Pa
 # --- discarding --------------------------------------------------------------------------------------------
 
 
-def test_strays_are_no_table_and_are_discarded_by_load(tmp_path: Path) -> None:
+def test_strays_are_not_a_table_and_are_discarded_by_load(tmp_path: Path) -> None:
     for name in ("one-1", "one-2", "one", "onerous-1", "two-1"):
         stage(tmp_path / "t", name, SHOP, record_batches(SHOP, ROWS))
     assert DeltaRsTable(tmp_path / "t", LOG).applied_position() is None
@@ -260,14 +258,14 @@ def test_strays_are_no_table_and_are_discarded_by_load(tmp_path: Path) -> None:
     assert names(tmp_path / "t") == ["part-onerous-1-000.parquet", "part-two-1-000.parquet"]
 
 
-def test_nothing_is_discarded_where_nothing_is(tmp_path: Path) -> None:
+def test_discarding_in_a_missing_folder_does_nothing(tmp_path: Path) -> None:
     assert discard(tmp_path / "missing", "x") == 0
     assert names(tmp_path) == []
     assert discard(table_path(tmp_path, TableId("public", "a/b")), "x") == 0
     assert names(tmp_path) == []
 
 
-def test_what_the_table_holds_is_never_discarded(tmp_path: Path) -> None:
+def test_files_of_the_table_are_never_discarded(tmp_path: Path) -> None:
     table = DeltaRsTable(tmp_path / "t", LOG)
     used = stage(tmp_path / "t", "one-1-0", SHOP, record_batches(SHOP, ROWS))
     stage(tmp_path / "t", "one-1-1", SHOP, record_batches(SHOP, ROWS))
@@ -277,7 +275,7 @@ def test_what_the_table_holds_is_never_discarded(tmp_path: Path) -> None:
     assert len(pa.table(DeltaTable(str(tmp_path / "t")).scan())) == 5
 
 
-def test_what_an_older_version_holds_is_not_discarded_either(tmp_path: Path) -> None:
+def test_files_of_an_older_version_are_not_discarded_either(tmp_path: Path) -> None:
     table = DeltaRsTable(tmp_path / "t", LOG)
     for seq, name in enumerate(("one", "two")):
         table.commit_load(SHOP, stage(tmp_path / "t", name, SHOP, record_batches(SHOP, ROWS)), at(seq))

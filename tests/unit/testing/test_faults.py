@@ -1,4 +1,4 @@
-"""Each fault strikes where it was told to, and a runtime keeps its promise whatever strikes."""
+"""Each fault happens at its call, and a runtime keeps its promise whatever happens."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_store_is_slow_and_acts() -> None:
     assert position(store) == 1
 
 
-def test_what_a_store_has_damaged_cannot_be_read_until_it_is_saved_anew() -> None:
+def test_a_damaged_checkpoint_cannot_be_read_until_it_is_saved_again() -> None:
     store = faulty(corrupt("save"), corrupt("load", at=3))
     store.save("k", at(1))
     with pytest.raises(StateCorrupt):
@@ -78,7 +78,7 @@ def test_what_a_store_has_damaged_cannot_be_read_until_it_is_saved_anew() -> Non
         store.load("k")
 
 
-def test_a_store_loses_what_it_said_it_has() -> None:
+def test_a_store_loses_what_it_reported_as_saved() -> None:
     store = faulty(lose("save", at=2), lose("delete"), lose("load", at=4))
     store.save("k", at(1))
     store.save("k", at(2))
@@ -100,7 +100,7 @@ def test_a_store_acts_twice_or_late() -> None:
     assert store.all()["k"].position == Lsn(2)
 
 
-def test_a_fault_that_cannot_be_is_refused() -> None:
+def test_an_impossible_fault_is_refused() -> None:
     for wrong in (
         lambda: faulty(duplicate("load")),
         lambda: faulty_source(MemoryCapture(), corrupt("confirm")),
@@ -137,7 +137,7 @@ def test_every_row_arrives_once_and_in_order_whatever_the_source_does(kind: str)
     assert len(source.struck) == sum(fault.times for fault in SOURCE_FAULTS[kind]), "all of them were met"
 
 
-def test_bytes_that_mean_nothing_end_the_loop_and_nothing_passes_them() -> None:
+def test_invalid_bytes_end_the_loop_and_are_not_skipped() -> None:
     inner = MemoryCapture()
     first = inner.commit(inserts(1))
     source, sink, store = faulty_source(inner, corrupt("read", at=2)), MemorySink(), MemoryCheckpointStore()
@@ -150,7 +150,7 @@ def test_bytes_that_mean_nothing_end_the_loop_and_nothing_passes_them() -> None:
 
 
 def test_a_checkpoint_whose_answer_was_lost_repeats_nothing() -> None:
-    """It was saved, and the runtime does not know: the batch stays, and is acknowledged once more."""
+    """It was saved, and the runtime does not know: the batch stays, and is acknowledged again."""
     source, store = MemoryCapture(), faulty(fail("save", at=2, acted=True))
     source.commit(inserts(1, 2))
     runtime = CdcRuntime(source, store)

@@ -1,1 +1,1 @@
-"""A source in memory: what a database promises, without one."""
+"""A source in memory, with the promises of a database."""

@@ -1,8 +1,8 @@
-"""The tables of a source in memory, as its transactions have made them, and how they are read.
+"""The tables of a source in memory, built from its transactions, and their scans.
 
-A row is an object here: this is for tests, and for programs whose tables are small. Reading begins with what was
-committed by then. A chunk of a scan sees all transactions but those that are `hidden`: at a database a commit that
-waits for a standby is in the stream, and in no snapshot.
+A row is an object here: this is for tests, and for programs whose tables are small. A scan reads what was committed
+when it begins. A chunk of a scan sees all transactions but those that are `hidden`. At a database, a commit that waits
+for a standby is in the stream, and in no snapshot.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class MemoryTable:
 
 
 class MemoryTables:
-    """What the transactions have made."""
+    """All tables that the transactions have built."""
 
     def __init__(self) -> None:
         self._tables: dict[TableId, MemoryTable] = {}
 
     def apply(self, batches: Iterable[ChangeBatch]) -> None:
-        """One transaction. What its batches have as `_seq` does not matter; each is in order."""
+        """Apply one transaction. Each batch is in order; the batches' `_seq` is ignored."""
         for event in (event for batch in batches for event in batch.events()):
             table = self._tables.setdefault(event.schema.table, MemoryTable(event.schema, Mirror()))
             table.schema = event.schema
@@ -48,18 +48,20 @@ class MemoryTables:
 
     def get(self, table: TableId) -> MemoryTable:
         if table not in self._tables:
-            raise SourceTableMissing("the source does not have the table", table=table, hint="Has it had a row?")
+            raise SourceTableMissing(
+                "the source does not have the table", table=table, hint="Commit a row of it first, or check its name."
+            )
         return self._tables[table]
 
     def copy(self) -> MemoryTables:
-        made = MemoryTables()
-        made._tables = {name: MemoryTable(table.schema, table.mirror.copy()) for name, table in self._tables.items()}
-        return made
+        copied = MemoryTables()
+        copied._tables = {name: MemoryTable(table.schema, table.mirror.copy()) for name, table in self._tables.items()}
+        return copied
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryScanProgress:
-    """What was acknowledged: tables before `at`, and of that one all keys up to `after`."""
+    """The acknowledged part: tables before `table_index`, and of that table all keys up to `after_key`."""
 
     tables: tuple[TableId, ...]
     incremental: bool
@@ -86,26 +88,26 @@ class MemoryScanProgress:
 
 
 class MemoryScan:
-    """Tables being read. `view` gives them as they are now; a bulk scan that is fresh keeps what it saw first."""
+    """Tables being read. `view` returns them as they are now; a fresh bulk scan keeps its first view."""
 
     def __init__(
         self,
-        cursor: MemoryScanProgress,
+        progress: MemoryScanProgress,
         view: Callable[[], tuple[MemoryTables, Lsn]],
         hidden: Collection[int],
         chunk_rows: int,
         *,
         fresh: bool,
     ) -> None:
-        self._cursor, self._hidden, self._chunk_rows = cursor, hidden, chunk_rows
+        self._progress, self._hidden, self._chunk_rows = progress, hidden, chunk_rows
         first = view()
         self.start = first[1]
-        self._view, self._first = view, first if fresh and not cursor.incremental else None
-        for table in cursor.tables[cursor.table_index :]:
-            schema = first[0].get(table).schema  # one that is missing is told now, not when its turn comes
-            if cursor.incremental and not schema.key:
+        self._view, self._first = view, first if fresh and not progress.incremental else None
+        for table in progress.tables[progress.table_index :]:
+            schema = first[0].get(table).schema  # a missing table is reported now, not later
+            if progress.incremental and not schema.key:
                 raise Unsupported(
-                    "a table without a key cannot be read beside the stream",
+                    "a keyless table cannot be read while the stream runs",
                     table=table,
                     hint="Name it in `snapshot_tables`, or give it a key.",
                 )
@@ -115,43 +117,43 @@ class MemoryScan:
         self._last = False
 
     def record(self) -> Mapping[str, Any]:
-        return self._cursor.to_json()
+        return self._progress.to_json()
 
     @property
     def done(self) -> bool:
-        return not self._rows and self._cursor.table_index >= len(self._cursor.tables)
+        return not self._rows and self._progress.table_index >= len(self._progress.tables)
 
     def begin(self, delivered: Collection[int]) -> bool:
         if not set(delivered).isdisjoint(self._hidden):
             return False
         tables, self._seen = self._first or self._view()
-        table = tables.get(self._cursor.tables[self._cursor.table_index])
-        after = self._cursor.after_key
-        left = [(key, row) for key, row in table.sorted() if after is None or key > after]
-        self._rows, self._schema = left[: self._chunk_rows], table.schema
-        self._last = len(left) <= self._chunk_rows
+        table = tables.get(self._progress.tables[self._progress.table_index])
+        after = self._progress.after_key
+        remaining = [(key, row) for key, row in table.sorted() if after is None or key > after]
+        self._rows, self._schema = remaining[: self._chunk_rows], table.schema
+        self._last = len(remaining) <= self._chunk_rows
         return True
 
     def next(self, rows_max: int) -> ScanPiece | None:
         if not self._rows or self._schema is None:
             if self._last:
-                self._cursor, self._last = (
-                    replace(self._cursor, table_index=self._cursor.table_index + 1, after_key=None),
+                self._progress, self._last = (
+                    replace(self._progress, table_index=self._progress.table_index + 1, after_key=None),
                     False,
                 )
             return None
-        given, self._rows = self._rows[:rows_max], self._rows[rows_max:]
-        schema, cursor, last = self._schema, self._cursor, self._last and not self._rows
-        data = pa.RecordBatch.from_pylist([row for _, row in given], schema=pa.schema(schema.row_fields()))
+        piece, self._rows = self._rows[:rows_max], self._rows[rows_max:]
+        schema, progress, last = self._schema, self._progress, self._last and not self._rows
+        data = pa.RecordBatch.from_pylist([row for _, row in piece], schema=pa.schema(schema.row_fields()))
 
         def record(rows: int) -> Mapping[str, Any]:
-            if last and rows >= len(given):
-                return replace(cursor, table_index=cursor.table_index + 1, after_key=None).to_json()
+            if last and rows >= len(piece):
+                return replace(progress, table_index=progress.table_index + 1, after_key=None).to_json()
             if not rows or not schema.key:
-                return cursor.to_json()
-            return replace(cursor, after_key=given[rows - 1][0]).to_json()
+                return progress.to_json()
+            return replace(progress, after_key=piece[rows - 1][0]).to_json()
 
-        self._cursor = replace(cursor, after_key=given[-1][0])
+        self._progress = replace(progress, after_key=piece[-1][0])
         return ScanPiece(schema=schema, data=data, position=self._seen, table_done=last, record=record)
 
     def close(self) -> None:

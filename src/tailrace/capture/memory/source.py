@@ -1,13 +1,15 @@
-"""A source in memory: what a database promises, without one. For tests, and for changes made by a program.
+"""A source in memory, with the promises of a database. For tests, and for changes made by a program.
 
-Order: transactions arrive in the order of `commit`, whole, `window_transactions_max` to a window at most; one of
-more than `part_rows_max` rows in open windows of so many, as a database gives one that is too large to hold.
-Repetition: a stream yields nothing that ended at or before the position it is asked for, and everything
-after it, however often it is asked.
-Durability: a transaction stays until a position at or behind its end is confirmed; then it is gone, and
-asking for anything before that position is `PositionLost`. Nothing survives the process.
+Order: transactions arrive whole, in the order of `commit`, at most `window_transactions_max` to a window. One of more
+than `part_rows_max` rows arrives in open windows of that many rows, as a database delivers one too large to hold.
 
-Any thread may call `commit`, `quiet` and `break_next_read`; one thread uses a stream. A stream that failed
+Repetition: a stream yields nothing that ended at or before the requested position, and everything after it, however
+often it is read.
+
+Durability: a transaction stays until a position at or after its end is confirmed; then it is removed. A request for
+anything before that position is `PositionLost`. Nothing survives the process.
+
+Threads: any thread may call `commit`, `quiet` and `break_next_read`; one thread uses a stream. A stream that failed
 stays failed: it must be opened again, as a broken connection must.
 """
 
@@ -37,12 +39,12 @@ from tailrace.model.schema import TableId, TableSchema, unknown_column_error, wr
 from tailrace.validation import require_instance, require_integer
 
 _TRANSACTION_BYTES = 64
-"""What a transaction takes in the log beside its rows."""
+"""Size of a transaction in the log, apart from its rows."""
 
 
 def batch_of(schema: TableSchema, *rows: tuple[Operation, Mapping[str, Any]]) -> ChangeBatch:
-    """A batch from operations and values, in order: `batch_of(orders, (Operation.INSERT, {"id": 1}))`."""
-    require_instance("schema", schema, TableSchema, "Give the table's shape first: `batch_of(orders, …)`.")
+    """Return a batch of operations and values, in order: `batch_of(orders, (Operation.INSERT, {"id": 1}))`."""
+    require_instance("schema", schema, TableSchema, "Give the table's schema first: `batch_of(orders, …)`.")
     for row in rows:
         _require_row(schema, row)
     stored = [
@@ -66,7 +68,7 @@ def _require_row(schema: TableSchema, row: object) -> None:
             unknown = [str(name) for name in values if name not in schema.names]
         case _:
             raise ConfigError(
-                "a row is no pair of an operation and values",
+                "a row is not a pair of an operation and values",
                 found=type(row).__name__,
                 hint='Give `(Operation.INSERT, {"id": 1})` for each.',
             )
@@ -86,18 +88,20 @@ class _MemoryTransaction:
         return sum(len(batch) for batch in self.batches)
 
     def part_end(self, begin: int, rows: int) -> int:
-        """Where a part of so many rows ends; the two rows of a key that changed stay together."""
+        """Return the end of a part of that many rows. The two rows of a key move stay together."""
         end, index = begin + rows, 0
         for batch in self.batches:
             at, index = end - index, index + len(batch)
-            there = 0 <= at < len(batch) and change.MOVED_FROM in batch.data.schema.names
-            if there and batch.data.column(change.MOVED_FROM)[at].is_valid:
+            has_row = 0 <= at < len(batch) and change.MOVED_FROM in batch.data.schema.names
+            if has_row and batch.data.column(change.MOVED_FROM)[at].is_valid:
                 return end - 1 if rows > 1 else end + 1
         return end
 
     def stamped(self, first_seq: int, begin: int, end: int, *, is_open: bool) -> Iterator[ChangeBatch]:
-        """Its rows from `begin` to `end` as the port wants them: numbered batch after batch, and saying where
-        they come from, as far as a reader can know."""
+        """Yield its rows from `begin` to `end` as the port requires.
+
+        They are numbered batch after batch, and have their position and transaction as far as a reader can know them.
+        """
         index = 0
         for batch in self.batches:
             low, high = max(begin - index, 0), min(end - index, len(batch))
@@ -148,7 +152,7 @@ class MemoryCapture:
         keep_tables: bool = False,
         chunk_rows: int = 100,
     ) -> None:
-        """With `keep_tables` it knows what its tables hold, and they can be scanned, so many rows to a chunk."""
+        """Create an empty log. With `keep_tables` its tables can be scanned, `chunk_rows` rows to a chunk."""
         require_integer("window_transactions_max", window_transactions_max, least=1)
         require_integer("chunk_rows", chunk_rows, least=1)
         if part_rows_max is not None:
@@ -167,21 +171,23 @@ class MemoryCapture:
 
     @property
     def confirmed(self) -> Lsn:
-        """What a reader has said is durable; everything up to here is gone."""
+        """The position that a reader has confirmed as durable; everything up to here is gone."""
         return self._confirmed
 
     @property
     def end(self) -> Lsn:
-        """Where the log ends now."""
+        """The current end of the log."""
         return self._end
 
     def commit(self, *batches: ChangeBatch) -> Lsn:
-        """Add one transaction; the position behind it. `_seq`, `_tx` and their like are given here, so what
-        stands in those columns of the batches does not matter."""
+        """Add one transaction and return the position after it.
+
+        `_seq`, `_tx` and the other metadata columns are assigned here; their values in the batches are ignored.
+        """
         for batch in batches:
-            require_instance("batches", batch, ChangeBatch, "Give what `batch_of(…)` makes.")
+            require_instance("batches", batch, ChangeBatch, "Give the result of `batch_of(…)`.")
         if not batches or not all(len(batch) for batch in batches):
-            raise ConfigError("a transaction needs changes", hint="Use `quiet` to move the log without any.")
+            raise ConfigError("a transaction needs changes", hint="Use `quiet` to move the log without changes.")
         size = _TRANSACTION_BYTES + sum(batch.data.nbytes for batch in batches)
         with self._changed:
             self._count += 1
@@ -197,15 +203,15 @@ class MemoryCapture:
             return self._end
 
     def quiet(self, size_bytes: int) -> Lsn:
-        """Move the log on without a change, as writes to tables nobody captures do; where it ends then."""
+        """Move the log on without a change, as writes to uncaptured tables do. Return its end."""
         require_integer("size_bytes", size_bytes, least=0)
         with self._changed:
             self._end = Lsn(self._end.value + size_bytes)
             return self._end
 
     def break_next_read(self, error: TailraceError) -> None:
-        """Have the next read, or the one under way, fail with this error. Faults queue up: one a stream."""
-        require_instance("error", error, TailraceError, 'Give one of ours: `SourceUnreachable("…")`.')
+        """Make the next read, or the one under way, fail with this error. Faults queue up: one per stream."""
+        require_instance("error", error, TailraceError, 'Give an error of Tailrace: `SourceUnreachable("…")`.')
         with self._changed:
             self._faults.append(error)
             self._changed.notify_all()
@@ -214,7 +220,7 @@ class MemoryCapture:
         return self.identity
 
     def prepare(self, position: Lsn | None, origin: SourceId | None = None) -> Lsn | None:
-        """Nothing is to be made ready; a stream that is new begins with all that is kept."""
+        """Do nothing, for nothing needs preparing; a new stream begins with everything that is kept."""
         if position is None:
             return self._confirmed
         with self._changed:
@@ -228,24 +234,26 @@ class MemoryCapture:
 
     def snapshot(self) -> AbstractContextManager[TableSnapshot]:
         self.capabilities.require("snapshot")
-        raise AssertionError("a capability that is not there was granted")
+        raise AssertionError("an absent capability was granted")
 
     def scan(self, tables: Sequence[TableId], *, live: bool, where: str | None = None) -> MemoryScan:
         if where is not None:
-            raise Unsupported("this source knows no conditions", hint="Read all rows.")
-        cursor = MemoryScanProgress(tables=tuple(tables), incremental=live)
-        return MemoryScan(cursor, self._view, self.hidden_transactions, self._chunk_rows, fresh=True)
+            raise Unsupported("this source supports no conditions", hint="Read all rows.")
+        progress = MemoryScanProgress(tables=tuple(tables), incremental=live)
+        return MemoryScan(progress, self._view, self.hidden_transactions, self._chunk_rows, fresh=True)
 
     def resume_scan(self, record: Mapping[str, Any]) -> MemoryScan | None:
-        cursor = MemoryScanProgress.from_json(record)
+        progress = MemoryScanProgress.from_json(record)
         tables, _ = self._view()
-        if not all(tables.get(table).schema.key for table in cursor.tables[cursor.table_index :]):
+        if not all(tables.get(table).schema.key for table in progress.tables[progress.table_index :]):
             return None
-        return MemoryScan(cursor, self._view, self.hidden_transactions, self._chunk_rows, fresh=False)
+        return MemoryScan(progress, self._view, self.hidden_transactions, self._chunk_rows, fresh=False)
 
     def _view(self) -> tuple[MemoryTables, Lsn]:
         if self._tables is None:
-            raise Unsupported("this source does not know what its tables hold", hint="Make it with `keep_tables=True`.")
+            raise Unsupported(
+                "this source does not know the rows of its tables", hint="Create it with `keep_tables=True`."
+            )
         with self._changed:
             return self._tables.copy(), self._end
 
@@ -253,26 +261,26 @@ class MemoryCapture:
         with self._changed:
             return Lag(end=self._end, confirmed=self._confirmed, retained_bytes=self._end - self._confirmed)
 
-    # What a stream calls, for itself alone.
+    # Only streams call the methods below.
 
     def _require_kept(self, after: Lsn) -> None:
         if after < self._confirmed:
             raise PositionLost(
-                "the source discarded what comes after this position",
+                "the source discarded the changes after this position",
                 position=after,
                 confirmed=self._confirmed,
-                hint="Begin again: a confirmed position cannot be gone back on.",
+                hint="Start again: a confirmed position cannot be taken back.",
             )
         if after > self._end:
             raise PositionLost(
-                "the position lies beyond the end of the source's log",
+                "the position is after the end of the source log",
                 position=after,
                 end=self._end,
-                hint="It belongs to another source. Begin again.",
+                hint="It belongs to another source. Start again.",
             )
 
-    def _take(self, after: Lsn, wait_seconds: float, given: int) -> Window | None:
-        """The next window after the position, and after so many rows of the transaction behind it."""
+    def _take(self, after: Lsn, wait_seconds: float, delivered: int) -> Window | None:
+        """Return the next window after the position, and after `delivered` rows of the transaction there."""
         with self._changed:
             self._require_kept(after)
             self._changed.wait_for(lambda: self._faults or (self._kept and self._kept[-1].end > after), wait_seconds)
@@ -283,10 +291,10 @@ class MemoryCapture:
             if not picked:
                 return Window(start=after, end=self._end) if self._end > after else None
         part = self.part_rows_max
-        if part is not None and (end := picked[0].part_end(given, part)) < picked[0].rows:
-            return _open_window(after, picked[0], given, end)
+        if part is not None and (end := picked[0].part_end(delivered, part)) < picked[0].rows:
+            return _open_window(after, picked[0], delivered, end)
         small = itertools.takewhile(lambda later: part is None or later.rows <= part, picked[1:])
-        return _window(after, [picked[0], *small], given)
+        return _window(after, [picked[0], *small], delivered)
 
     def _bytes_after(self, position: Lsn) -> int:
         return max(0, self._kept[-1].end - position) if self._kept else 0
@@ -295,7 +303,7 @@ class MemoryCapture:
         with self._changed:
             if position > self._end:
                 raise ConfigError(
-                    "a position was confirmed that was never given out",
+                    "a position was confirmed that was never delivered",
                     position=position,
                     end=self._end,
                     hint="Confirm the `end` of a window.",
@@ -305,12 +313,12 @@ class MemoryCapture:
                 self._kept.popleft()
 
 
-def _window(after: Lsn, picked: list[_MemoryTransaction], given: int) -> Window:
-    """These transactions, the first without the rows that were given out before."""
+def _window(after: Lsn, picked: list[_MemoryTransaction], delivered: int) -> Window:
+    """Return a window of these transactions, the first without the rows already delivered."""
     batches: list[ChangeBatch] = []
     rows = 0
     for transaction in picked:
-        begin = given if transaction is picked[0] else 0
+        begin = delivered if transaction is picked[0] else 0
         batches += transaction.stamped(rows, begin, transaction.rows, is_open=False)
         rows += transaction.rows - begin
     return Window(
@@ -320,8 +328,8 @@ def _window(after: Lsn, picked: list[_MemoryTransaction], given: int) -> Window:
         transactions=len(picked),
         rows=rows,
         last_committed_at=max(transaction.committed_at for transaction in picked),
-        continues=given > 0,
-        continued_end=picked[0].end if given else None,
+        continues=delivered > 0,
+        continued_end=picked[0].end if delivered else None,
     )
 
 
@@ -337,25 +345,25 @@ def _open_window(after: Lsn, transaction: _MemoryTransaction, begin: int, end: i
 
 
 class _MemoryStream:
-    """One reader's place at the source."""
+    """One reader's stream of the source."""
 
     def __init__(self, source: MemoryCapture) -> None:
         self._source = source
         self._failure: TailraceError | None = None
         self._closed = False
         self._read_upto = ZERO
-        self._given = 0
-        """Rows of the transaction under way that open windows have given out."""
+        self._delivered = 0
+        """Rows of the transaction under way that open windows have delivered."""
 
     def read(self, after: Lsn, wait_seconds: float) -> Window | None:
         self._require_open()
         if self._failure is not None:
             raise self._failure
         try:
-            window = self._source._take(after, wait_seconds, self._given)
+            window = self._source._take(after, wait_seconds, self._delivered)
             if window is not None:
                 self._read_upto = window.end
-                self._given = self._given + window.rows if window.open else 0
+                self._delivered = self._delivered + window.rows if window.open else 0
             return window
         except TailraceError as error:
             self._failure = error
@@ -367,7 +375,7 @@ class _MemoryStream:
 
     @property
     def held_bytes(self) -> int:
-        """What the source has behind what was read."""
+        """Bytes that the source holds after the last position read."""
         return self._source._bytes_after(self._read_upto)
 
     def close(self) -> None:

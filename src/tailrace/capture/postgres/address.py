@@ -1,7 +1,7 @@
-"""Addresses and names as a server takes them, looked at before it is asked.
+"""Checks of addresses and names, before the server gets them.
 
-libpq quotes pieces of a URL that it cannot read, the password among them, so it is never given one. A name that is too
-long the server would cut off, and nobody would find what was made under it again.
+libpq quotes parts of a URL that it cannot read, the password among them, so it never gets an invalid one. The server
+would cut off a name that is too long, and what was created under it would not be found again.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ ENCODE_HINT = "Percent-encode special characters in user and password (`@` is %4
 
 
 class UrlProblem(enum.Enum):
-    """What is wrong with a URL, in words that hold nothing of it."""
+    """A problem of a URL, in words that contain no part of it."""
 
     FORM = "must be a URL that begins with `postgresql://`"
-    SPACE = "must not hold spaces or control characters"
-    ENCODING = "holds a special character in user or password"
+    SPACE = "must not have spaces or control characters"
+    ENCODING = "has a special character in user or password that is not encoded"
     PORT = "has a port that is not a number from 1 to 65535"
 
 
 def find_url_problem(url: object) -> UrlProblem | None:
-    """What libpq would stumble over; None: nothing."""
+    """Return what libpq could not read; None if the URL is fine."""
     scheme, separator, rest = url.partition("://") if isinstance(url, str) else ("", "", "")
     if not separator or scheme not in ("postgresql", "postgres"):
         return UrlProblem.FORM
@@ -46,7 +46,7 @@ def find_url_problem(url: object) -> UrlProblem | None:
 
 
 def require_url(what: str, url: object) -> None:
-    """Refuse what is no server's address."""
+    """Refuse a value that is not a server's address."""
     wrong = find_url_problem(url)
     if wrong is not None:
         hint = URL_HINT if wrong is UrlProblem.FORM else f"{URL_HINT} {ENCODE_HINT}"

@@ -1,7 +1,7 @@
-"""The server's catalogue, asked for what the replication stream does not say.
+"""Reads the server's catalogue, for what the replication stream does not contain.
 
-The shape of a table is put together in one place (`_shapes`) from names, type numbers and key, whether these
-come from a relation message or from the catalogue, so that stream and snapshot cannot disagree.
+A table's schema is put together in one function (`_schemas`) from names, type numbers and key. These are from a
+relation message or from the catalogue, so stream and snapshot cannot disagree.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ log = logging.getLogger(__name__)
 
 KEY_OF_INDEX = "(i.indkey::int2[])[0:i.indnkeyatts - 1]"  # an int2vector counts from 0
 
-# A table can be updated while it publishes updates only if its replica identity can be used: of a partitioned
-# table that of every leaf, since REPLICA IDENTITY does not reach them. A deferrable key is none, and neither is one
-# with a column that is never sent: 18 refuses the application's updates then, also of a virtual column under FULL.
+# A table can be updated while it publishes updates only if its replica identity can be used. For a partitioned table
+# that is the identity of every leaf, since REPLICA IDENTITY does not reach them. A deferrable key does not count.
+# Neither does one with a column that is never sent: 18 refuses the application's updates then, also for a virtual
+# column under FULL.
 _USABLE = f"""not exists (
   select from {PARTITION_TREE_SQL} m join pg_class p on p.oid = m.oid and (p.relkind <> 'p' or p.oid = {{table}})
   where p.relreplident <> (select relreplident from pg_class where oid = {{table}})
@@ -62,8 +63,8 @@ where a.attrelid = %s and a.attnum > 0 and not a.attisdropped and ({COLUMN_IS_SE
 order by a.attnum
 """
 
-# What `pg_publication_tables` says of a table outside of any tree. The view looks at every table of a publication, and
-# waits for whoever has locked one of them. A publication of all tables, or of a schema, has no lists and conditions.
+# The same as `pg_publication_tables` for a table outside of any tree. That view looks at every table of a publication,
+# and waits for a lock on any of them. A publication of all tables, or of a schema, has no lists and conditions.
 _PUBLISHED = """
 select (
   select array_agg(a.attname::text) from pg_attribute a
@@ -93,7 +94,7 @@ where i.indrelid = any(%s::oid[]) and i.indisvalid and i.indimmediate and (i.ind
 group by i.indexrelid
 """
 
-# A domain is replaced by what it stands on, which cannot change once it is made.
+# A domain is replaced by its base type, which cannot change once it is made.
 _TYPES = """
 with recursive given as (
   select * from unnest(%s::oid[], %s::int4[]) with ordinality t(oid, typmod, n)
@@ -109,7 +110,7 @@ left join pg_type e on e.oid = t.typelem and t.typcategory = 'A'
 where t.typtype is distinct from 'd' order by n
 """
 
-# Besides: what kind of table it is, if it is still there, and whether its key is sent whole.
+# Also: the kind of table, if it still exists, and whether its key is sent whole.
 _USABLE_OF = f"""
 select t.oid::int8, (select relkind::text from pg_class where oid = t.oid), {_USABLE.format(table="t.oid")},
 not exists (
@@ -121,39 +122,39 @@ from unnest(%s::oid[]) t(oid)
 """
 
 _NO_TYPE = "???"
-"""What the server calls a type that is not there any more."""
+"""The server's name of a type that no longer exists."""
 
 COLUMNS_MAX = 1664
-"""What a row can have at most: MaxTupleAttributeNumber."""
+"""Columns of a row at most: MaxTupleAttributeNumber."""
 NAME_MAX = 255
-"""Letters of a column's name, which is written down beside every value that was not sent. Servers allow 63 bytes."""
+"""Characters of a column's name, which is stored with every unsent value. Servers allow 63 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnnouncedTable:
-    """What is known of a table before the catalogue is asked for its types."""
+    """The known facts of a table before its types are looked up in the catalogue."""
 
     table: TableId
     oid: int
     replica: str
     columns: AnnouncedColumns
     flagged: tuple[str, ...] = ()
-    """The key, where a message says it."""
+    """The key's columns, where a message flags them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentIdentity:
-    """What the catalogue says of a table's identity, whenever its rows were written."""
+    """The catalogue's current view of a table's identity, whenever its rows were written."""
 
     kind: str | None
-    """`p` for a partitioned table; None: it is not there any more."""
+    """`p` for a partitioned table; None: the table no longer exists."""
     usable: bool
-    """Whether updates and deletes can be told."""
+    """True if the server can describe updates and deletes."""
     key_is_sent: bool
-    """Whether every column of the key can be sent."""
+    """True if every column of the key can be sent."""
     primary: tuple[str, ...]
     replica: tuple[str, ...]
-    """The columns of the primary key, and of the index that the replica identity uses."""
+    """The columns of the index that the replica identity uses; `primary` has those of the primary key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,11 +168,11 @@ class SourceTable:
     rows_estimated: int
     ancestors: tuple[int, ...]
     origin: TableId | None = None
-    """Its name at the source, where rules send its rows to a table of another name."""
+    """Its name at the source, where rules change the name of its rows' table."""
 
     @property
     def identity_note(self) -> str | None:
-        """What its owner should know of changes that the server cannot describe."""
+        """A note for the table's owner about changes that the server cannot describe."""
         if self.identity is not Identity.NONE:
             return None
         table = self.origin or self.table
@@ -197,19 +198,19 @@ group by asked.place, c.oid
 
 
 class Catalogue:
-    """Answers from one ordinary connection."""
+    """Queries over one ordinary connection."""
 
     def __init__(self, connection: psycopg.Connection) -> None:
         self._connection = connection
 
     def tables(self) -> list[SourceTable]:
-        """Every ordinary and partitioned table that is not the system's own."""
-        found = []
+        """Return all ordinary and partitioned tables but the system's own."""
+        tables = []
         for row in self._rows(_TABLES):
             oid, schema, name, logged, replica, estimate, usable, ancestors = row
             if (table := table_id(schema, name)) is None:
                 continue
-            found.append(
+            tables.append(
                 SourceTable(
                     oid=oid,
                     table=table,
@@ -219,48 +220,51 @@ class Catalogue:
                     ancestors=tuple(ancestors),
                 )
             )
-        return found
+        return tables
 
     def next_transaction(self) -> int:
-        """The server's next 64-bit transaction id."""
+        """Return the server's next 64-bit transaction id."""
         return int(self._rows("select pg_snapshot_xmax(pg_current_snapshot())::text::int8")[0][0])
 
     def describe(self, table: TableId, publications: Sequence[str] | None, *, unpublished: bool = False) -> TableSchema:
-        """The table's shape as the catalogue has it now: the columns that these publications publish. If they do not
-        have the table that is none, or, with `unpublished`, all that one of them would publish.
+        """Return the table's current schema, with the columns that these publications publish.
 
-        None: all columns, of whatever can be read as a table. Several questions: ask in `one_view`, or in a snapshot.
+        Without such columns: if no publication has the table, the schema is empty, or with `unpublished` has all
+        columns that a publication would publish. With `publications=None` it has all columns, for anything that can be
+        read as a table. It needs several queries: call it in `one_view`, or in a snapshot.
         """
         kinds = [*"rp"] if publications is not None else [*"rpvmf"]
-        found = self._rows(
+        rows = self._rows(
             "select c.oid::int8, c.relreplident::text from pg_class c join pg_namespace n on n.oid = c.relnamespace "
             "where n.nspname = %s and c.relname = %s and c.relkind::text = any(%s)",
             (table.schema, table.name, kinds),
         )
-        if not found:
+        if not rows:
             raise SourceTableMissing(
-                "the table is not there", table=table, hint="Was it dropped or renamed? Check `source.tables`."
+                "the table does not exist",
+                table=table,
+                hint="Check whether it was dropped or renamed, and check `source.tables`.",
             )
-        oid, replica = found[0]
+        oid, replica = rows[0]
         columns = self._rows(_COLUMNS, (oid, publications is None))
         if publications is not None:
             published = self._published(table, publications, {name for name, _, _ in columns})
             if published or not unpublished:
                 columns = [column for column in columns if column[0] in published]
-        told = AnnouncedTable(table=table, oid=oid, replica=replica, columns=columns)
-        return self._shapes([told], publications or (), {})[0]
+        announced = AnnouncedTable(table=table, oid=oid, replica=replica, columns=columns)
+        return self._schemas([announced], publications or (), {})[0]
 
     def definition_versions(self, tables: Sequence[TableId]) -> dict[TableId, str]:
-        """For each table that is there a text that is another one whenever its definition, or its storage, is."""
+        """Return, per existing table, a text that changes with its definition or storage."""
         names = [[table.schema for table in tables], [table.name for table in tables]]
-        return {tables[place - 1]: stamp for place, stamp in self._rows(_STAMPS, tuple(names))}
+        return {tables[ordinal - 1]: stamp for ordinal, stamp in self._rows(_STAMPS, tuple(names))}
 
     def row_filter(self, table: TableId, publications: Sequence[str]) -> str | None:
-        """The SQL condition of the rows that these publications speak of; None if they speak of all.
+        """Return the SQL condition of the rows that these publications publish; None if they publish all.
 
-        The server combines the conditions of several publications with OR, for inserts, updates and deletes apart;
-        one without a condition lets everything pass. A load takes every row that any of the three can be told
-        of: the base of a later update must be there. That is also what a native subscriber copies.
+        The server combines the conditions of several publications with OR, for inserts, updates and deletes separately.
+        One without a condition lets everything pass. A load takes every row that any of the three may send: the base of
+        a later update must be there. A native subscriber copies the same rows.
         """
         conditions = {condition for _, condition in self._publication_entries(table, publications)}
         if None in conditions:
@@ -270,34 +274,35 @@ class Catalogue:
     def _publication_entries(
         self, table: TableId, publications: Sequence[str]
     ) -> list[tuple[list[str] | None, str | None]]:
-        """The columns that each publication sends of the table, and the condition for its rows."""
+        """Return the columns that each publication sends of the table, and its row condition."""
         named = (list(publications), table.schema, table.name)
         return self._rows(_PUBLISHED, named) or self._rows(_PUBLISHED_IN_TREE, named)
 
     def _published(self, table: TableId, publications: Sequence[str], columns: set[str]) -> set[str]:
-        """Which of the columns are sent."""
-        told = self._publication_entries(table, publications)
-        lists = {frozenset(columns.intersection(names or ())) for names, _ in told}
+        """Return the columns that are sent."""
+        entries = self._publication_entries(table, publications)
+        lists = {frozenset(columns.intersection(names or ())) for names, _ in entries}
         if len(lists) > 1:
             raise Unsupported(
                 "the publications list different columns of the table, which the server does not send",
                 table=table,
                 publications=", ".join(publications),
-                hint="Give the table the same column list in each, or take it out of one: "
-                "ALTER PUBLICATION … DROP TABLE …;",
+                hint="Give the table the same column list in each, or take it out of one: ALTER PUBLICATION … DROP "
+                "TABLE …;",
             )
         return set().union(*lists)
 
     def describe_messages(
         self, messages: Sequence[bytes], publications: Sequence[str], known: Mapping[int, TableSchema]
     ) -> list[TableSchema]:
-        """The shapes that relation messages announce; asked at once, for at a start each of many tables is announced.
+        """Return the schemas that relation messages announce. All at once, because a start announces each of many
+        tables.
 
-        The rows may be older than what the catalogue shows. So what a message does not say (a key that it does not
-        flag, what a domain stands on) is the catalogue's only while that still shows the message's columns; otherwise
-        it is that of the last shape the table was `known` to have.
+        The rows may be older than what the catalogue shows. A message lacks some facts: a key that it does not flag,
+        the base type of a domain. These are taken from the catalogue only while that still shows the message's columns.
+        Otherwise they are those of the last schema the table was `known` to have.
         """
-        told = [
+        announced = [
             # Under REPLICA IDENTITY FULL every column is flagged.
             AnnouncedTable(
                 table=table, oid=oid, replica=replica, columns=columns, flagged=flagged if replica in "di" else ()
@@ -305,11 +310,11 @@ class Catalogue:
             for oid, table, replica, columns, flagged in map(parse_relation, messages)
         ]
         with self.one_view():
-            return self._shapes(told, publications, known)
+            return self._schemas(announced, publications, known)
 
     @contextmanager
     def one_view(self) -> Iterator[None]:
-        """Whatever is asked inside is answered as of one moment; where a transaction is open, that one decides."""
+        """Run all queries inside as of one moment. Where a transaction is open, that one decides."""
         if self._connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
             yield
             return
@@ -320,10 +325,10 @@ class Catalogue:
         except psycopg.Error as error:
             raise map_error(error) from error
 
-    def _shapes(
-        self, told: Sequence[AnnouncedTable], publications: Sequence[str], known: Mapping[int, TableSchema]
+    def _schemas(
+        self, announced: Sequence[AnnouncedTable], publications: Sequence[str], known: Mapping[int, TableSchema]
     ) -> list[TableSchema]:
-        oids, columns = [item.oid for item in told], [column for item in told for column in item.columns]
+        oids, columns = [item.oid for item in announced], [column for item in announced for column in item.columns]
         types = iter(self._rows(_TYPES, ([kind for _, kind, _ in columns], [modifier for _, _, modifier in columns])))
         keys: dict[tuple[int, str], tuple[str, ...]] = {}
         for oid, primary, replica, names in self._rows(_INDEX_KEYS, (oids,)):
@@ -338,26 +343,33 @@ class Catalogue:
             )
             for oid, kind, usable, sent in self._rows(_USABLE_OF, (oids,))
         }
-        facts = read_facts(self._rows, publications, [(item.oid, item.columns) for item in told])
-        shapes = []
-        for item, fact in zip(told, facts, strict=True):
-            found = []
+        facts = read_facts(self._rows, publications, [(item.oid, item.columns) for item in announced])
+        schemas = []
+        for item, fact in zip(announced, facts, strict=True):
+            typed_columns = []
             for (name, _, _), (source_type, base, modifier, kind) in zip(
                 item.columns, itertools.islice(types, len(item.columns)), strict=True
             ):
                 if not is_known(base, kind) and source_type != _NO_TYPE:
                     _note_once(source_type)
-                found.append(Column(name=name, source_type=source_type or _NO_TYPE, type=arrow_type(base, modifier)))
+                typed_columns.append(
+                    Column(name=name, source_type=source_type or _NO_TYPE, type=arrow_type(base, modifier))
+                )
             before = known.get(item.oid) if fact is None else None
             if before is not None:
-                found = [_as_before(column, before) for column in found]
+                typed_columns = [_as_before(column, before) for column in typed_columns]
             key, identity = key_and_identity(item, now[item.oid], before, shown=fact is not None)
-            shapes.append(
+            schemas.append(
                 TableSchema(
-                    table=item.table, relation=item.oid, columns=tuple(found), key=key, identity=identity, facts=fact
+                    table=item.table,
+                    relation=item.oid,
+                    columns=tuple(typed_columns),
+                    key=key,
+                    identity=identity,
+                    facts=fact,
                 )
             )
-        return shapes
+        return schemas
 
     def _rows(self, query: str, arguments: tuple[object, ...] | dict[str, object] = ()) -> list[tuple]:  # type: ignore[type-arg] # rows of any shape
         try:
@@ -367,7 +379,7 @@ class Catalogue:
 
 
 def table_id(schema: bytes, name: bytes) -> TableId | None:
-    """The table's name; None, and said once, if it is no text: then the settings cannot name it either."""
+    """Return the table's name; None, with one warning, if it is not text: then settings cannot name it either."""
     try:
         return TableId(schema.decode(), name.decode())
     except UnicodeDecodeError:
@@ -389,29 +401,29 @@ def _note_once(source_type: str) -> None:
 
 
 def _as_before(column: Column, before: TableSchema) -> Column:
-    """The column as it was known, where its type is not there any more."""
+    """Return the column as it was known, where its type no longer exists."""
     known = {column.name: column for column in before.columns}
     return known.get(column.name, column) if column.source_type == _NO_TYPE else column
 
 
 def key_and_identity(
-    told: AnnouncedTable, now: CurrentIdentity, before: TableSchema | None, *, shown: bool
+    announced: AnnouncedTable, now: CurrentIdentity, before: TableSchema | None, *, shown: bool
 ) -> tuple[tuple[str, ...], Identity]:
-    """What a table's rows are known by, and what is told of old ones.
+    """Return a table's key columns, and its replica identity.
 
-    A message is right about its rows, but it does not say everything. The rest is the catalogue's, or what was known
-    `before` where the catalogue does not show the message's columns any more.
+    A message is right about its rows, but it does not contain everything. The rest is the catalogue's, or what was
+    known `before` where the catalogue no longer shows the message's columns.
     """
-    names = [name for name, _, _ in told.columns]
-    whole = now.replica if told.replica == "i" else now.primary
-    # Of a key that a column list leaves a part of out, only the rest is flagged, and that is no key.
-    cut = shown and set(told.flagged) < set(whole) and not set(whole).issubset(names)
-    if told.flagged and not cut:
-        key, proven = told.flagged, now.kind != "p"
+    names = [name for name, _, _ in announced.columns]
+    whole = now.replica if announced.replica == "i" else now.primary
+    # If a column list leaves out a part of the key, only the rest is flagged, and that is not a key.
+    cut = shown and set(announced.flagged) < set(whole) and not set(whole).issubset(names)
+    if announced.flagged and not cut:
+        key, proven = announced.flagged, now.kind != "p"
     else:
         key, proven = (whole if now.key_is_sent and not cut else ()), False
-    identity = Identity.KEY if proven else _identity(told.replica, now.usable)
-    if before is not None and not told.flagged:
+    identity = Identity.KEY if proven else _identity(announced.replica, now.usable)
+    if before is not None and not announced.flagged:
         same = names == before.names
         if same or (now.kind is None and set(before.key).issubset(names)):
             key = before.key
@@ -427,7 +439,7 @@ def _identity(replica: str, usable: bool) -> Identity:
 
 
 def parse_relation(message: bytes) -> tuple[int, TableId, str, list[tuple[str, int, int]], tuple[str, ...]]:
-    """A relation message's number, name, replica identity, columns (name, type, modifier) and flagged names."""
+    """Parse a relation message: number, name, replica identity, columns (name, type, modifier), flagged names."""
     try:
         (oid,) = struct.unpack_from(">I", message, 1)
         schema, name, rest = message[5:].split(b"\0", 2)

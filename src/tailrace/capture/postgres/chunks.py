@@ -1,11 +1,11 @@
-"""How a table is cut into chunks that can be read apart from each other, planned without reading the table.
+"""Cuts a table into chunks that can be read separately, without reading the table.
 
-By place: ranges of pages, the fastest to read, and right only while all are read in one snapshot: a row may move.
-By key: ranges of the key, right also when each is read in a snapshot of its own, for what a chunk holds depends
-on nothing but the key, and whatever moves between two of them is in the log.
+By place: ranges of pages. This is the fastest to read, but right only while all are read in one snapshot, because a row
+may move. By key: ranges of the key, right also when each is read in a snapshot of its own. What such a chunk holds
+depends on nothing but the key, and whatever moves between two of them is in the log.
 
-A rewrite (TRUNCATE, VACUUM FULL, some ALTER TABLE) gives a table a new file. Which files a plan was made for
-stands in it, and every chunk is refused that would be read from another.
+A rewrite (TRUNCATE, VACUUM FULL, some ALTER TABLE) gives a table a new file. The plan records the files it was made
+for, and a chunk is refused if it would be read from another file.
 """
 
 from __future__ import annotations
@@ -29,31 +29,33 @@ from tailrace.model.schema import TableId, TableSchema
 
 CHUNK_BYTES = 64 << 20
 CHUNKS_MAX = 10_000
-"""Of one table; a larger one has larger chunks."""
+"""Chunks of one table at most; a larger table has larger chunks."""
 SAMPLE_PAGES_MIN = 128
 ORDERED_PART = 0.95
-"""Of the neighbours in a sample in key order, how many must also be so on disk for key ranges to be read
-as fast as pages."""
+"""Share of neighbours in key order, in a sample, that are also neighbours on disk.
+
+From here on, key ranges are read as fast as pages.
+"""
 
 
 class ChunkKind(enum.Enum):
-    """What the chunks of a plan are ranges of."""
+    """The kind of ranges that the chunks of a plan are."""
 
     PLACE = "place"
     KEY = "key"
     EITHER = "either"
-    """As it is faster. Only to ask with."""
+    """Whichever is faster. Only valid in a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """A table that rows lie in: the table itself, or one of its partitions."""
+    """A table that stores rows: the table itself, or one of its partitions."""
 
     oid: int
     schema: str
     name: str
     file: int
-    """`pg_relation_filenode`: another one after a rewrite."""
+    """`pg_relation_filenode`: changes with a rewrite."""
     pages: int
     bytes: int
     """Large values included."""
@@ -64,32 +66,32 @@ class Leaf:
 
     @property
     def rows_sql(self) -> sql.Composed:
-        """What to read from. A partitioned table that is read as one has no file of its own."""
+        """The SQL to read from. A partitioned table that is read as one has no file of its own."""
         return sql.SQL("only {}" if self.file > 0 else "{}").format(self.identifier)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A part of a leaf: from the first bound, without the last. No bounds: all of it."""
+    """A part of a leaf: from the first bound up to, but without, the last. Without bounds: all of it."""
 
     number: int
     leaf: Leaf
     bytes: int
-    """About."""
+    """Approximate."""
     pages: tuple[int, int | None] | None = None
     from_key: tuple[str, ...] | None = None
     to_key: tuple[str, ...] | None = None
     key: tuple[tuple[str, str], ...] = ()
-    """Name and type of the columns that the bounds are of, in the order of the index."""
+    """Name and type of the bounds' columns, in the order of the index."""
 
     def conditions_sql(self) -> list[sql.Composable]:
-        """What the rows of the chunk fulfil, as SQL."""
-        found: list[sql.Composable] = []
+        """Return the SQL conditions of the chunk's rows."""
+        conditions: list[sql.Composable] = []
         if self.pages is not None:
             first, end = self.pages
-            found.append(sql.SQL("ctid >= {}::tid").format(f"({first},0)"))
+            conditions.append(sql.SQL("ctid >= {}::tid").format(f"({first},0)"))
             if end is not None:
-                found.append(sql.SQL("ctid < {}::tid").format(f"({end},0)"))
+                conditions.append(sql.SQL("ctid < {}::tid").format(f"({end},0)"))
         for sign, bound in ((">=", self.from_key), ("<", self.to_key)):
             if bound is not None:
                 names = sql.SQL(", ").join(sql.Identifier(name) for name, _ in self.key)
@@ -97,8 +99,8 @@ class Chunk:
                 values = sql.SQL(", ").join(
                     sql.Literal(value) + sql.SQL(f"::{kind}") for value, (_, kind) in zip(bound, self.key, strict=True)
                 )
-                found.append(sql.SQL(f"({{}}) {sign} ({{}})").format(names, values))
-        return found
+                conditions.append(sql.SQL(f"({{}}) {sign} ({{}})").format(names, values))
+        return conditions
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -152,10 +154,13 @@ class Plan:
 
 FILE = """coalesce(nullif(pg_relation_filenode(c.oid), 0)::int8, (
   select (-sum(pg_relation_filenode(t.relid)::int8))::int8 from pg_partition_tree(c.oid) t where t.isleaf), 0)"""
-"""What tells a rewrite of the table `c`: its file or, negative, something of the files of all its partitions."""
+"""Detects a rewrite of the table `c`.
 
-# Of a partitioned table the partitions whose changes are in the server's log, if we may read each of them; else, and
-# of any other table, the table itself: its children, if it has any, are tables of their own.
+It is the table's file or, as a negative number, a sum over the files of all its partitions.
+"""
+
+# For a partitioned table the partitions whose changes are in the server's log, if we may read each of them. Otherwise,
+# and for any other table, the table itself: its children, if it has any, are tables of their own.
 _LEAVES = f"""
 with leaf as (
   select l.oid from pg_class c cross join lateral pg_partition_tree(c.oid) t join pg_class l on l.oid = t.relid
@@ -169,7 +174,7 @@ where case when (select bool_and(has_table_privilege(oid, 'select')) from leaf) 
 order by c.oid
 """
 
-# The columns of the index that a key is known by, in the index's order.
+# The columns of the index of a key, in the index's order.
 _INDEX = """
 select array_agg(a.attname::text order by k.place), array_agg(format_type(a.atttypid, a.atttypmod) order by k.place)
 from pg_index i
@@ -187,7 +192,7 @@ def plan_table(
     cut: ChunkKind,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Plan:
-    """Cut a table into chunks of about so many bytes. A table without a key is always cut by place."""
+    """Cut a table into chunks of about `chunk_bytes`. A keyless table is always cut by place."""
     catalogue = Catalogue(connection)
     with catalogue.one_view():
         schema = catalogue.describe(table, publications)
@@ -223,7 +228,7 @@ def plan_table(
 
 
 def find_leaves(connection: psycopg.Connection, schema: TableSchema) -> tuple[Leaf, ...]:
-    """Where the table's rows lie now."""
+    """Return the tables that store the table's rows now."""
     rows = connection.execute(_LEAVES, {"table": schema.relation}, prepare=False).fetchall()
     return tuple(
         Leaf(oid=oid, schema=namespace, name=name, file=file, pages=pages, bytes=size)
@@ -240,9 +245,11 @@ def _key_of(connection: psycopg.Connection, leaf: Leaf, schema: TableSchema) -> 
 
 
 def _bounds(connection: psycopg.Connection, leaf: Leaf, key: _Key, count: int) -> tuple[list[tuple[str, ...]], bool]:
-    """Keys that cut the leaf into parts of about the same size, and whether it lies in their order on disk.
+    """Return keys that cut the leaf into parts of about the same size.
 
-    From a sample of whole pages: reading those costs the same for a table of any size.
+    Also return whether the leaf is in key order on disk.
+
+    They are from a sample of whole pages: reading those costs the same for a table of any size.
     """
     pages = max(SAMPLE_PAGES_MIN, count * 2)
     part = min(100.0, 100.0 * pages / max(leaf.pages, 1))
@@ -258,8 +265,8 @@ def _bounds(connection: psycopg.Connection, leaf: Leaf, key: _Key, count: int) -
         ),
         prepare=False,
     ).fetchall()
-    places = [row[0] for row in rows]
-    rising = sum(a <= b for a, b in itertools.pairwise(places))
+    page_numbers = [row[0] for row in rows]
+    rising = sum(a <= b for a, b in itertools.pairwise(page_numbers))
     picked = dict.fromkeys(rows[len(rows) * n // count][1:] for n in range(1, count)) if rows else {}
     return list(picked), rising >= ORDERED_PART * (len(rows) - 1)
 
@@ -274,7 +281,10 @@ def _by_key(leaf: Leaf, key: _Key, bounds: list[tuple[str, ...]], numbers: itert
 
 
 def _by_place(leaf: Leaf, size: int, numbers: itertools.count[int], cut: ChunkKind) -> list[Chunk]:
-    """Ranges of pages; the last one is open, for a table grows. All of it, if it is small or has no usable key."""
+    """Return ranges of pages. It is one chunk if the leaf is small or has no usable key.
+
+    The last range is open, for a table grows.
+    """
     count = max(1, round(leaf.bytes / size)) if cut is ChunkKind.PLACE else 1
     step = -(-leaf.pages // count) or 1
     starts = list(range(0, leaf.pages, step)) or [0]
@@ -288,7 +298,12 @@ def _by_place(leaf: Leaf, size: int, numbers: itertools.count[int], cut: ChunkKi
 
 
 def key_texts(scalar: pa.Scalar) -> tuple[str, ...]:
-    """All that the value may be at the source, the least first. Of what is in a list only that."""
+    """Return each text that the value may have at the source, the least first. Of a list's elements it is only that.
+
+    The server reads each text as this very value, whatever the type and in any year. Infinity at the source is the last
+    moment here, and minus infinity the first (`capture/postgres/values.py`). So such a moment may have been either, and
+    a lookup by key must use both texts.
+    """
     kind = scalar.type
     if pa.types.is_date(kind):
         return _moments(int(scalar.value), "D", (FIRST_DAY, LAST_DAY), zone="")
@@ -312,14 +327,14 @@ def _element(scalar: pa.Scalar) -> str:
 
 
 def _moments(count: int, unit: Literal["D", "us"], ends: tuple[int, int], *, zone: str) -> tuple[str, ...]:
-    said, (first, last) = _moment(count, unit, zone), ends
+    text, (first, last) = _moment(count, unit, zone), ends
     if count == first:
-        return ("-infinity", said)
-    return (said, "infinity") if count == last else (said,)
+        return ("-infinity", text)
+    return (text, "infinity") if count == last else (text,)
 
 
 def _moment(count: int, unit: Literal["D", "us"], zone: str) -> str:
-    """A date or a time, in any year: Python's calendar has those from 1 to 9999 alone."""
-    said = str(np.datetime64(count, unit)).replace("T", " ")
-    year, rest = said[: said.index("-", 1)], said[said.index("-", 1) :] + zone
+    """Return a date or a time as text, in any year. Python's calendar has only those from 1 to 9999."""
+    text = str(np.datetime64(count, unit)).replace("T", " ")
+    year, rest = text[: text.index("-", 1)], text[text.index("-", 1) :] + zone
     return f"{year}{rest}" if int(year) > 0 else f"{1 - int(year):04}{rest} BC"

@@ -1,4 +1,4 @@
-"""What a PostgreSQL capture needs to know; plain data, so that it can be pickled and sent anywhere."""
+"""Settings of a PostgreSQL capture. They are plain data, so they can be pickled and sent anywhere."""
 
 from __future__ import annotations
 
@@ -19,28 +19,34 @@ from tailrace.validation import require_callable
 
 @dataclass(frozen=True, kw_only=True)
 class PostgresSettings:
-    """One database, the tables wanted of it, and the names of what we make there."""
+    """One database, the tables to capture, and the names of slot and publication."""
 
     url: str = field(repr=False)
     wanted: Callable[[TableId], bool]
-    """Whether a table is to be captured."""
+    """Returns whether a table is to be captured."""
     named: Callable[[TableId], bool] | None = None
-    """Whether a table is wanted by its very name, not only by a pattern: then one that cannot be captured is an
-    error."""
+    """Returns whether a table is wanted by its exact name, not only by a pattern.
+
+    Such a table is an error if it cannot be captured.
+    """
     messages: Callable[[str], bool] | None = None
-    """Whether an application's message with this prefix is captured; None: none is, and the server is not asked."""
+    """Returns whether an application's message with this prefix is captured.
+
+    None: no message is, and the server sends none.
+    """
     origins: bool = True
-    """Whether what was itself replicated to this server is captured too, or only what was written here."""
+    """Capture also changes that were replicated to this server, not only those made here."""
     invalid_text_replaced: bool = False
-    """What becomes of bytes that are no text, which a database without an encoding may hold: characters that stand for
-    them, or values that do not fit their column."""
+    """Replace invalid bytes of a database without an encoding by `�`. Otherwise such values are unfit."""
     standby: str | None = field(default=None, repr=False)
     """The URL of a standby that chunks are read from; None: the source itself."""
     slot: str
     slot_create: bool = True
-    slot_anew: bool = False
-    """Whether a slot that is there, although nothing says how far it was read, is dropped and made again: only where
-    its name says that it is nobody else's."""
+    recreate_slot: bool = False
+    """Drop and create again an existing slot whose position no stored state records.
+
+    Only for a slot whose name excludes that another program uses it.
+    """
     publication: str
     publication_create: bool = True
 
@@ -48,7 +54,7 @@ class PostgresSettings:
         require_url("url", self.url)
         if self.standby is not None:
             require_url("standby", self.standby)
-        require_callable("wanted", self.wanted, "Give a function of a `TableId`; of a set, `tables.__contains__`.")
+        require_callable("wanted", self.wanted, "Give a function of a `TableId`; for a set, `tables.__contains__`.")
         for what in ("named", "messages"):
             if getattr(self, what) is not None:
                 require_callable(what, getattr(self, what), f"Give a function: `{what}=function`, or nothing.")
@@ -60,10 +66,10 @@ class PostgresSettings:
 
     @property
     def publications(self) -> tuple[str, ...]:
-        """All that we read."""
+        """All publications that we read."""
         return (self.publication, self.publication_inserts) if self.publication_create else (self.publication,)
 
     @property
     def publication_inserts(self) -> str:
-        """For tables whose updates and deletes the server could not describe."""
+        """The publication for tables whose updates and deletes the server could not describe."""
         return f"{self.publication}_inserts"[:63]

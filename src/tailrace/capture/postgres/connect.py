@@ -1,6 +1,7 @@
-"""Connections whose settings are ours: no role, database or server default can change how a value is printed.
+"""Opens connections with our own session settings. No default can change how a value is printed.
 
-Server errors become Tailrace errors here, with the remedy. A URL's password never leaves this module.
+A role, a database or the server may have such defaults. Server errors become Tailrace errors here, with the remedy. A
+URL's password never leaves this module.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ SESSION = (
     # Only PostgreSQL 17 and later have it.
     "SELECT set_config('transaction_timeout', '0', false) "
     "WHERE current_setting('transaction_timeout', true) IS NOT NULL; "
-    # A load that a policy filters would be wrong; with this the server refuses instead.
+    # A load filtered by a policy would be wrong; with this the server refuses instead.
     "SET row_security = off"
 )
-"""What decides how values are printed, and what could end a long read."""
+"""Session settings that decide how values are printed, or could end a long read."""
 
 _AS_IT_IS = "SET client_encoding = 'SQL_ASCII'"
 
@@ -52,7 +53,7 @@ _ARGUMENTS: dict[str, str | int] = {
     "application_name": "tailrace",
     "connect_timeout": CONNECT_SECONDS_MAX,
     "client_encoding": "UTF8",
-    # We always have something unacknowledged under way, so this and not the keep-alives ends a dead connection.
+    # Some data is always unacknowledged, so this and not the keep-alives ends a dead connection.
     "tcp_user_timeout": 60_000,
     "keepalives_idle": 30,
     "keepalives_interval": 10,
@@ -61,7 +62,7 @@ _ARGUMENTS: dict[str, str | int] = {
 
 
 def connect(url: str) -> psycopg.Connection:
-    """An ordinary session in autocommit."""
+    """Open an ordinary session in autocommit."""
     require_url("url", url)
     try:
         connection = psycopg.connect(url, autocommit=True, **_ARGUMENTS)  # type: ignore[arg-type] # libpq's own names
@@ -72,7 +73,7 @@ def connect(url: str) -> psycopg.Connection:
 
 
 def connect_replication(url: str) -> PGconn:
-    """A session that speaks the replication protocol, as bare libpq."""
+    """Open a session for the replication protocol, as bare libpq."""
     require_url("url", url)
     try:
         text = psycopg.conninfo.make_conninfo(url, replication="database", **_ARGUMENTS)
@@ -91,9 +92,9 @@ def connect_replication(url: str) -> PGconn:
 
 @contextmanager
 def unchecked_text(connection: PGconn) -> Iterator[None]:
-    """A server without an encoding sends its texts unchecked while this lasts; any other sends UTF-8 as always.
+    """Make a server without an encoding send its texts unchecked inside. Any other sends UTF-8 as always.
 
-    Asked for UTF-8, a server without an encoding refuses a text that is none, and the whole read with it.
+    Asked for UTF-8, a server without an encoding refuses a text that is not UTF-8, and with it the whole read.
     """
     if not has_no_encoding(connection):
         yield
@@ -104,18 +105,21 @@ def unchecked_text(connection: PGconn) -> Iterator[None]:
 
 
 def has_no_encoding(connection: PGconn) -> bool:
-    """Whether the database takes any bytes for text, and sends them so."""
+    """Return whether the database stores any bytes as text, and sends them unchanged."""
     return connection.parameter_status(b"server_encoding") == b"SQL_ASCII"
 
 
 def command(connection: PGconn, text: str) -> list[str | None]:
-    """Run a command on a replication session; the first row it returns, if any."""
+    """Run a command on a replication session. Return the first row of its result, if any."""
     return _first_row(connection.exec_(text.encode()))
 
 
 def patient_command(connection: PGconn, text: str) -> list[str | None]:
-    """The same for one that waits for others at the server. Signals are heeded meanwhile, and whoever ends the wait
-    ends it there too: the server would not notice that nobody is left, for as long as it waits."""
+    """Run a command that waits for other sessions at the server, as `command` does.
+
+    Signals are handled during the wait, and an interruption also cancels the command at the server. Otherwise the
+    server would not notice that its client has ended, for as long as it waits.
+    """
     poller = select.poll()
     poller.register(connection.socket, select.POLLIN)
     try:
@@ -130,7 +134,7 @@ def patient_command(connection: PGconn, text: str) -> list[str | None]:
         with suppress(psycopg.Error):
             connection.get_cancel().cancel()
         raise
-    assert result is not None, "one was asked for"
+    assert result is not None, "one was requested"
     return _first_row(result)
 
 
@@ -141,17 +145,17 @@ def _first_row(result: PGresult) -> list[str | None]:
     if result.status != pq.ExecStatus.TUPLES_OK or result.ntuples == 0:
         return []
     cells = [result.get_value(0, column) for column in range(result.nfields)]
-    # A timeline's history holds names in whatever encoding the server had.
+    # A timeline's history has names in whatever encoding the server had.
     return [cell.decode(errors="replace") if cell is not None else None for cell in cells]
 
 
 def map_error(error: psycopg.Error, url: str = "") -> TailraceError:
-    """What a server's error means for the operator."""
+    """Return the Tailrace error for a server's error."""
     return map_error_text(str(error), url, error.sqlstate or "")
 
 
 def redacted_url(url: str) -> str:
-    """The URL without user and password, for messages."""
+    """Return the URL without user and password, for messages."""
     try:
         parts = urlsplit(url)
         return f"{parts.hostname or 'localhost'}:{parts.port or 5432}{parts.path}"
@@ -160,56 +164,56 @@ def redacted_url(url: str) -> str:
 
 
 INSUFFICIENT_PRIVILEGE = "42501"
-"""The SQLSTATE of a statement that the role has no right to run; the error has it as a field."""
+"""SQLSTATE of a statement that the role has no right to run. The error has it as a field."""
 
 
 def map_error_text(message: str, url: str = "", state: str = "") -> TailraceError:
-    """The same for a server's own words, and its SQLSTATE where there is one."""
+    """Return the Tailrace error for the server's own message and SQLSTATE."""
     text = " ".join(message.split())
     fields = {"source": redacted_url(url)} if url else {}
     for meaning in _ERROR_MAPPINGS:
         if meaning.matches(text, state):
             if state == INSUFFICIENT_PRIVILEGE:
                 fields["sqlstate"] = state
-            message = f"{meaning.message}: {_said(text)}"
+            message = f"{meaning.message}: {_shortened(text)}"
             return meaning.kind(message, **fields, hint=meaning.hint).with_option_hint(meaning.option_hint)
     if state.startswith("22") and state != "22012":
         return SourceError(
-            "the server could not work with a value",  # its own words would show it
+            "the server could not work with a value",  # its own message would show the value
             **fields,
             sqlstate=state,
-            hint="Look at conditions (`--where`, row filters); the server's log has the details.",
+            hint="Check the conditions (`--where`, row filters). The server's log has the details.",
         )
     if state and state[:2] not in ("08", "57", "53"):
         return SourceError(
-            "the server refused a command: " + _said(text),
+            "the server refused a command: " + _shortened(text),
             **fields,
             sqlstate=state,
-            hint="The server's log has the details.",
+            hint="See the server's log for the details.",
         )
     return SourceUnreachable(
-        "the server cannot be reached: " + _said(text),
+        "the server cannot be reached: " + _shortened(text),
         **fields,
-        hint="Is it running, and do host and port in `source.url` match?",
-    ).with_option_hint("Is it running, and do host and port in the option `url` match?")
+        hint="Check that it is running, and that host and port in `source.url` match.",
+    ).with_option_hint("Check that it is running, and that host and port in the option `url` match.")
 
 
 class _ErrorMapping(NamedTuple):
-    """What one of the server's refusals comes to, and how it is told: by what it says, or by its SQLSTATE."""
+    """A rule for one of the server's errors: its text or SQLSTATE, and our error."""
 
     kind: type[TailraceError]
     message: str
     hint: str
     says: tuple[str, ...] = ()
-    """Any of these; of one with a `…` both sides."""
+    """Any of these texts; one with a `…` needs both sides."""
     states: tuple[str, ...] = ()
     """Any of these, or their first characters."""
     option_hint: str = ""
-    """The hint for a reader who has options and no settings file, where it is another."""
+    """The hint for a reader who has options and no settings file, if it differs."""
 
     def matches(self, text: str, state: str) -> bool:
-        said = any(all(part in text for part in words.split("…")) for words in self.says)
-        return said or state.startswith(self.states)
+        has_text = any(all(part in text for part in words.split("…")) for words in self.says)
+        return has_text or state.startswith(self.states)
 
 
 _ERROR_MAPPINGS = (
@@ -283,9 +287,9 @@ _ERROR_MAPPINGS = (
         says=("could not open relation with OID",),
     ),
 )  # fmt: skip
-"""The first that fits counts."""
+"""The first match counts."""
 
 
-def _said(text: str) -> str:
-    """The server's own words, at a length a terminal can take."""
+def _shortened(text: str) -> str:
+    """Return the server's own message, at a length that a terminal can show."""
     return text if len(text) <= 300 else text[:299] + "…"

@@ -1,8 +1,8 @@
-"""COPY's rows as Arrow batches, of any query over a table's own columns.
+"""Reads a query over a table's own columns with COPY, as Arrow batches.
 
-The server is asked first which types the query's columns have, domains replaced by what they stand on. Those that
-`copy_binary` has a kernel for come in binary form, which costs the server least; any other comes as the very text that
-its type's output function prints, which is what the stream carries.
+The server is asked first for the types of the query's columns, with domains replaced by their base types. A type that
+`copy_binary` has a kernel for is sent in binary, which costs the server least. Any other is sent as the exact text that
+its output function prints, as in the stream.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tailrace.model.schema import TableSchema
 BATCH_BYTES = 4 << 20
 _WAIT_SECONDS = 5.0
 _NAP_SECONDS = 0.001
-"""While rows come. To be woken for every few of them costs both sides more than the rows."""
+"""Pause while rows arrive. To be woken for every few of them costs both sides more than the rows."""
 
-# A cast that is a function need not give what the type prints: `inet` gets its mask, `char(n)` loses its padding.
+# A cast that is a function need not return what the type prints: `inet` gets its mask, `char(n)` loses its padding.
 _CASTS = """
 select castsource::int8 from pg_cast
 where casttarget = 'text'::regtype and castmethod <> 'i' and castsource = any(%s::oid[])
 """
-# Asked by the number of nulls, because a row of nulls `is null` and prints as `(,)`.
+# Tested by the number of nulls, because a row of nulls `is null` and prints as `(,)`.
 _FORMATTED = "case num_nulls({0}) when 0 then format('%s', {0}) end"
 
 
@@ -48,14 +48,14 @@ def copy_rows(
     deadline: float,
     invalid_text_replaced: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """The table's columns of the rows that `source` names (`from … where …`), in bounded batches.
+    """Yield the table's columns in bounded batches, for the rows that `source` names (`from … where …`).
 
-    Gives up at the deadline (of the monotonic clock). The connection must be in a transaction.
+    Stops with an error at the deadline (of the monotonic clock). The connection must be in a transaction.
     """
-    sent = text_handling_of(connection.pgconn, replaced=invalid_text_replaced)
+    text = text_handling_of(connection.pgconn, replaced=invalid_text_replaced)
     kinds, columns = selected(connection, schema, source)
     with _copying(connection, columns, source):
-        yield from BinaryRows(schema, kinds, sent).batches(_pieces(connection.pgconn, deadline))
+        yield from BinaryRows(schema, kinds, text).batches(_pieces(connection.pgconn, deadline))
 
 
 def copy_rows_marking_unfit(
@@ -66,12 +66,15 @@ def copy_rows_marking_unfit(
     deadline: float,
     invalid_text_replaced: bool = False,
 ) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
-    """The same, but a value that its column's type cannot hold is null, and its text is told beside the rows, as
-    `_unfit` has it. Costs more: every value comes as text."""
-    sent = text_handling_of(connection.pgconn, replaced=invalid_text_replaced)
+    """Yield the rows as `copy_rows` does, and for each batch the `_unfit` column.
+
+    A value that its column's type cannot hold is null in the batch, and its text is in `_unfit`. Costs more: every
+    value is sent as text.
+    """
+    text = text_handling_of(connection.pgconn, replaced=invalid_text_replaced)
     kinds, columns = selected(connection, schema, source, printed=True)
     with _copying(connection, columns, source):
-        yield from BinaryRows(schema, kinds, sent).marked(_pieces(connection.pgconn, deadline))
+        yield from BinaryRows(schema, kinds, text).marked(_pieces(connection.pgconn, deadline))
 
 
 @contextmanager
@@ -87,12 +90,12 @@ def _copying(connection: psycopg.Connection, columns: sql.Composed, source: sql.
 def selected(
     connection: psycopg.Connection, schema: TableSchema, source: sql.Composable, *, printed: bool = False
 ) -> tuple[list[int], sql.Composed]:
-    """How each column comes, and the list of what is to be selected so that it does. With `printed` all come as text.
+    """Return how each column is sent, and the select list for that. With `printed` all are sent as text.
 
-    The connection must be in a transaction: what it holds locked keeps the types that it has.
+    The connection must be in a transaction: its locks keep the types as they are.
     """
     in_transaction = connection.pgconn.transaction_status == pq.TransactionStatus.INTRANS
-    assert in_transaction, "types may change before it is read"
+    assert in_transaction, "types may change before the rows are read"
     names = [sql.Identifier(name) for name in schema.names]
     query = sql.SQL("select {} {}").format(sql.SQL(", ").join(names), source)
     types = _types(connection.pgconn, query.as_bytes(connection))
@@ -100,10 +103,10 @@ def selected(
     kinds = [PRINTED] * len(found_kinds) if printed else found_kinds
     texts = {number for (number, _), kind in zip(types, kinds, strict=True) if kind == PRINTED}
     try:
-        found = connection.execute(_CASTS, (list(texts),), prepare=False).fetchall() if texts else []
+        cast_rows = connection.execute(_CASTS, (list(texts),), prepare=False).fetchall() if texts else []
     except psycopg.Error as error:
         raise map_error(error) from error
-    cast = {number for (number,) in found}
+    cast = {number for (number,) in cast_rows}
     plain, text, formatted = sql.SQL("{}"), sql.SQL("{}::text"), sql.SQL(_FORMATTED)
     parts = [
         (plain if kind != PRINTED else formatted if number in cast else text).format(name)
@@ -113,7 +116,7 @@ def selected(
 
 
 def _types(session: PGconn, query: bytes) -> list[tuple[int, int]]:
-    """The numbers and modifiers of the types of the query's columns. It is not run."""
+    """Return the numbers and modifiers of the types of the query's columns, without running it."""
     result = session.prepare(b"", query)
     if result.status == pq.ExecStatus.COMMAND_OK:
         result = session.describe_prepared(b"")
@@ -130,7 +133,7 @@ def _await_copy(connection: PGconn) -> None:
 
 
 def _finish(connection: PGconn) -> None:
-    """Hear the end of the COPY: an error there means that rows are missing."""
+    """Read the end of the COPY: an error there means that rows are missing."""
     while (result := connection.get_result()) is not None:
         if result.status != pq.ExecStatus.COMMAND_OK:
             raise _explained(result)
@@ -144,9 +147,9 @@ def _explained(result: PGresult | None) -> TailraceError:
 
 
 def _pieces(connection: PGconn, deadline: float) -> Iterator[tuple[Bytes, int]]:
-    """Whole rows in pieces of about BATCH_BYTES. A piece is valid until the next one is asked for.
+    """Yield whole rows in pieces of about BATCH_BYTES. A piece is valid until the next one is requested.
 
-    After the last the server has said that there are no more.
+    After the last piece, the server has confirmed that there are no more.
     """
     source = wire.Wire(connection)
     state = np.zeros(wire.STATE_SIZE, np.int64)
@@ -171,11 +174,11 @@ def _drained(source: wire.Wire, state: Ints, deadline: float) -> Iterator[tuple[
         if why == wire.ENDED:
             return
         if why == wire.BROKEN:
-            raise SourceUnreachable("the connection broke during a load", hint="The load is started again.")
+            raise SourceUnreachable("the connection broke during a load", hint="Nothing to do: the load is retried.")
         if time.monotonic() > deadline:
             raise SourceSlow(
-                "reading took too long and was given up",
-                hint="It is tried again. If it comes back, raise `load.chunk_timeout`, or load at a quieter time.",
+                "the read took too long and was stopped",
+                hint="It is retried. If it happens again, raise `load.chunk_timeout`, or load at a quieter time.",
             )
         if why == wire.DRY and state[wire.BYTES] > before:
             time.sleep(_NAP_SECONDS)

@@ -1,12 +1,11 @@
-"""COPY's binary form as Arrow batches: every value is moved once, from the wire to where Arrow keeps it.
+"""Turns COPY's binary format into Arrow batches. Every value is moved once, from the wire to Arrow's memory.
 
-One pass over a piece measures it and checks every length, so that memory is asked for once and the second pass needs
-no checks of its own. Which type a column has is data, so two kernels read every table. A type that has no kernel here
-comes as its text and is read by the kernels that read the stream's.
+One pass over a piece measures it and checks every length. So memory is allocated once, and the second pass needs no
+checks of its own. A column's type is data, so two kernels read every table. A type without a kernel here is sent as its
+text and read by the kernels that read the stream's.
 
-What the binary form says must be what the text says: a value is equal, byte for byte, to the one that the stream
-brings. https://www.postgresql.org/docs/current/sql-copy.html describes the form; what a value looks like in it is up
-to its type's `send` function.
+The binary value must equal the text value: byte for byte the one that the stream has. The format:
+https://www.postgresql.org/docs/current/sql-copy.html. Each value's layout is defined by its type's `send` function.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ from tailrace.kernels import copy_bytes, kernel
 from tailrace.model.schema import Column, TableSchema
 
 CTID = Column(name="ctid", source_type="tid", type=pa.string())
-"""Where a row is in its table. No table has a column of its own of that name."""
+"""Location of a row in its table. No table has a column of its own of that name."""
 
-# How a column comes. PRINTED is the text of any type.
+# How a column is sent. PRINTED is the text of any type.
 PRINTED, BOOL, INT2, INT4, INT8, OID, FLOAT4, FLOAT8, DATE, INSTANT, DECIMAL, BYTES, JSONB, UUID = range(14)
 
 KINDS = {
     16: BOOL, 21: INT2, 23: INT4, 20: INT8, 26: OID, 700: FLOAT4, 701: FLOAT8, 1082: DATE, 1114: INSTANT, 1184: INSTANT,
     1700: DECIMAL, 17: BYTES, 25: BYTES, 1042: BYTES, 1043: BYTES, 19: BYTES, 114: BYTES, 3802: JSONB, 2950: UUID,
 }  # fmt: skip
-"""By a type's number. `"char"` is not among them: its byte is no text."""
+"""By a type's number. `"char"` is not among them: its byte is not text."""
 _ANY = -1
 _SENT = np.array([_ANY, 1, 2, 4, 8, 4, 4, 8, 4, 8, _ANY, _ANY, _ANY, 16], np.int64)
-"""By kind: how many bytes a value takes on the wire."""
+"""By kind: size of a value on the wire, in bytes."""
 _KEPT = {INT2: 2, INT4: 4, INT8: 8, OID: 8, FLOAT4: 4, FLOAT8: 8, DATE: 4, INSTANT: 8, DECIMAL: 16}
-"""And in Arrow, where all take the same."""
+"""By kind: size of a value in Arrow, for kinds of a fixed size."""
 _UUID_TEXT = 36
 
 SIGNATURE = b"PGCOPY\n\xff\r\n\0"
@@ -66,9 +65,9 @@ _END = 0xFFFF
 _MISSING = 0xFFFFFFFF
 _ALIGNED = 64
 _COPY_BYTES_MIN = 16
-"""Shorter values are moved as if they were so long,"""
+"""Shorter values are moved as if they had this length."""
 _SPARE = 16
-"""because so many bytes behind a column's last are ours."""
+"""Bytes after a column's last that are ours, as short moves write beyond the end."""
 
 _DAYS_TO_2000 = 10_957
 _MICROS_TO_2000 = _DAYS_TO_2000 * 86_400 * 1_000_000
@@ -87,7 +86,7 @@ _FITS, _ABSENT, _UNFIT, _BROKEN = 0, 1, 2, 3
 
 
 def binary_kind(number: int, modifier: int, wanted: pa.DataType) -> int:
-    """How a column of the type with this number can come that is wanted as this type of Arrow's."""
+    """Return how a column of this type number is sent, to become this Arrow type."""
     kind = KINDS.get(number, PRINTED)
     if arrow_type(number, modifier) != wanted or (kind == DECIMAL and not pa.types.is_decimal(wanted)):
         return PRINTED
@@ -109,7 +108,10 @@ def _i32(b: Bytes, i: Word) -> Word:
 
 @kernel
 def _measure(b: Bytes, at: Word, end: Word, sent: Ints, totals: Ints) -> Word:
-    """The number of rows, -1 if malformed; `totals` has each column's bytes, and then 1 if COPY's end stands there."""
+    """Return the number of rows, -1 if malformed.
+
+    `totals` gets each column's bytes, and in its last entry 1 if COPY's end is there.
+    """
     columns, rows, i = sent.size, 0, at
     while i < end:
         if i + 2 > end:
@@ -138,7 +140,7 @@ def _measure(b: Bytes, at: Word, end: Word, sent: Ints, totals: Ints) -> Word:
 
 @kernel
 def _move(b: Bytes, i: Word, n: Word, room: Bytes, j: Word) -> None:
-    """Bytes to where they stay. There are `_SPARE` bytes behind them that may be written."""
+    """Copy bytes to their final offset. The `_SPARE` bytes after them may be overwritten."""
     if n > _COPY_BYTES_MIN:
         copy_bytes(room.ctypes.data + j, b.ctypes.data + i, n)
     elif i + _COPY_BYTES_MIN <= b.size:
@@ -150,7 +152,10 @@ def _move(b: Bytes, i: Word, n: Word, room: Bytes, j: Word) -> None:
 
 @kernel
 def _scaled(high: Word, low: Word, times: Word, more: Word) -> tuple[Word, Word]:
-    """A number of two words, `times` so large and `more`; `_TOO_LARGE` in the upper word if that is 2**127 or above."""
+    """Return a two-word number times `times` plus `more`.
+
+    The upper word is `_TOO_LARGE` if the result is 2**127 or above.
+    """
     if high == 0 and low < _SMALL:
         return np.uint64(0), low * times + more
     if high > _LARGE // times:
@@ -163,16 +168,16 @@ def _scaled(high: Word, low: Word, times: Word, more: Word) -> tuple[Word, Word]
 
 @kernel
 def _decimal(b: Bytes, i: Word, n: Word, scale: Word, high_limit: Word, low_limit: Word) -> tuple[Word, Word, Word]:
-    """Whether a numeric can be read and fits, and its 128 bits.
+    """Return whether a numeric can be read and fits, and its 128 bits.
 
-    Its digits count to 10,000, the first of them 10,000 ** weight times; trailing zeros are left out.
+    Its digits are in base 10,000, the first of them times 10,000 ** weight; trailing zeros are left out.
     """
     nothing = np.uint64(0)
     if n < 8 or n != 8 + 2 * u16(b, i):
         return _BROKEN, nothing, nothing
     digits, sign, places = u16(b, i), u16(b, i + 4), u16(b, i + 6)
     weight = _i16(b, i + 2)
-    # Any other sign is that of a NaN or of something infinite.
+    # Any other sign is that of a NaN or of an infinity.
     if (sign != 0 and sign != _NEGATIVE) or places > scale:
         return _UNFIT, nothing, nothing
     if digits == 0:
@@ -186,7 +191,7 @@ def _decimal(b: Bytes, i: Word, n: Word, scale: Word, high_limit: Word, low_limi
         if digit >= _TENS[4]:
             return _BROKEN, nothing, nothing
         times = _TENS[4]
-        if zeros < 0 and k == digits - 1:  # the last digit reaches beyond the last decimal place
+        if zeros < 0 and k == digits - 1:  # the last digit extends beyond the last decimal digit
             times = _TENS[4 + zeros]
             if digit % _TENS[-zeros] != 0:
                 return _UNFIT, nothing, nothing
@@ -235,11 +240,12 @@ def _fill(
     nulls: Ints,
     unfit: Ints,
 ) -> bool:
-    """Put the values of rows that were measured where they stay; whether all could be read.
+    """Write the values of measured rows to their columns; return whether all could be read.
 
-    `shorts`, `halves`, `words` and, unsigned, `naturals` are `room` in units of 2, 4, 8 and 8 bytes. `valid` says where
-    the bits for a column's nulls begin, `places` where its values, offsets or cells do, in units of their own size, and
-    `data` where its bytes do. `nulls` counts, and `unfit` has the first row whose value its column's type cannot hold.
+    `shorts`, `halves`, `words` and, unsigned, `naturals` are `room` in units of 2, 4, 8 and 8 bytes. `valid` has where
+    the bits for a column's nulls begin. `places` has where its values, offsets or cells begin, in units of their own
+    size, and `data` where its bytes do. `nulls` counts, and `unfit` has the first row whose value its column's type
+    cannot hold.
     """
     i = at
     for r in range(rows):
@@ -295,7 +301,7 @@ def _fill(
             elif kind == UUID:
                 _print_uuid(b, i, room, data[c] + halves[place])
                 halves[place + 1] = halves[place] + _UUID_TEXT
-            elif kind == JSONB:  # its text, and before it the version of its form
+            elif kind == JSONB:  # its text, preceded by the version of its format
                 if n == 0 or b[i] != 1:
                     return False
                 begin = halves[place]
@@ -337,18 +343,18 @@ def _fill(
 
 @dataclass(frozen=True)
 class _ColumnBuffers:
-    """Where the columns of one batch lie in the memory that they share."""
+    """The offsets of one batch's columns in the memory that they share."""
 
     memory: pa.Buffer
     valid: Ints
     places: Ints
-    """In bytes; of a printed column the first of its cells."""
+    """In bytes; for a printed column the index of its first cell."""
     data: Ints
 
 
 @dataclass(frozen=True)
 class _Filled:
-    """The same once the values are there. Printed ones lie where they came."""
+    """The same columns with their values. Printed ones stay in the buffer they arrived in."""
 
     laid: _ColumnBuffers
     room: Bytes
@@ -357,13 +363,13 @@ class _Filled:
     unfit: Ints
 
     def cells(self, c: int, rows: int) -> Cells:
-        """Of a printed column."""
+        """Return the cells of a printed column."""
         some = slice(int(self.laid.places[c]), int(self.laid.places[c]) + rows)
         return Cells(self.printed.buffer, self.printed.at[some], self.printed.size[some])
 
 
 class BinaryRows:
-    """Reads pieces of a table's copy, one after the other. `kinds` says how each column comes."""
+    """Reads pieces of a table's copy, one after the other. `kinds` says how each column is sent."""
 
     def __init__(self, schema: TableSchema, kinds: Sequence[int], text: TextHandling = TextHandling.SOUND) -> None:
         self._schema, self._text = schema, text
@@ -377,13 +383,13 @@ class BinaryRows:
         self._limits = np.array(limits, np.uint64).reshape(-1)
 
     def batches(self, pieces: Iterable[tuple[Bytes, int]]) -> Iterator[pa.RecordBatch]:
-        """The rows of pieces that have whole rows in them; the first begins with COPY's head, the last has its end."""
+        """Yield the rows of pieces with whole rows. The first piece begins with COPY's head, the last has its end."""
         for found in self._measured(pieces):
             yield self._batch(*found)
 
     def marked(self, pieces: Iterable[tuple[Bytes, int]]) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
-        """The same where every column is printed: all rows, null where a value does not fit, and `_unfit` of each."""
-        assert (self._kinds == PRINTED).all(), "what does not fit is told by its text"
+        """Yield all rows and their `_unfit`, where every column is printed. Unfit values are null in the rows."""
+        assert (self._kinds == PRINTED).all(), "the text of an unfit value is needed"
         for buffer, at, rows, totals in self._measured(pieces):
             filled, unfit = self._filled(buffer, at, rows, totals), list[UnfitCells]()
             found = [
@@ -409,7 +415,7 @@ class BinaryRows:
 
     def _after_head(self, buffer: Bytes, size: int) -> int:
         head = buffer[: min(size, _HEAD_SIZE)].tobytes()
-        # Flags would mean a form that nobody knows yet. What follows them may be passed over.
+        # Flags would mean an unknown format. What follows them may be skipped.
         end = _HEAD_SIZE + int.from_bytes(head[-4:], "big")
         if head[:-4] != SIGNATURE + bytes(4) or end > size:
             raise self._unreadable()
@@ -462,7 +468,7 @@ class BinaryRows:
         return pa.RecordBatch.from_arrays(found, schema=self._fields)
 
     def _lay_out(self, rows: int, totals: Ints) -> _ColumnBuffers:
-        """One piece of memory for all columns, every part of it aligned as Arrow likes it."""
+        """Return one piece of memory for all columns, every part aligned as Arrow wants it."""
         columns, end, cells = self._kinds.size, 0, 0
         valid, places, data = (np.zeros(columns, np.int64) for _ in range(3))
         bits = -(-rows // 8)
@@ -525,4 +531,4 @@ class BinaryRows:
 
 
 _UNITS: npt.NDArray[np.int64] = np.array([1, 1, 2, 4, 8, 8, 4, 8, 4, 8, 8, 4, 4, 4], np.int64)
-"""By kind: the unit in which the kernel counts a column's place."""
+"""By kind: the unit in which the kernel counts a column's offset."""

@@ -1,17 +1,18 @@
-"""pgoutput messages to columnar batches: bytes in, Arrow out, no socket and no clock.
+"""Decodes pgoutput messages to columnar batches: bytes in, Arrow out, no socket and no clock.
 
-The input is messages laid end to end: whole transactions, or a part of one that is too large to hold. Three
-compiled passes: *survey* finds the few messages that need Python (a relation's description, an application's own
-message), *assign* gives every change its row (table, operation, transaction, where its tuples lie), *cells* (in
-`batches.py`) finds every value. Then all columns of one type are converted in one pass. Types and offsets are data:
-one kernel serves every table.
+The input is messages end to end: whole transactions, or a part of one that is too large to hold. There are three
+compiled passes. *Survey* finds the few messages that need Python: a relation's description, an application's own
+message. *Assign* gives every change its row: table, operation, transaction, the offsets of its tuples. *Cells* (in
+`batches.py`) finds every value. Then all columns of one type are converted in one pass. Types and offsets are data: one
+kernel serves every table.
 
-What must hold: rows keep the order of the wire; a transaction gives the same rows in parts as whole; one that
-ends at or before `after` is dropped whole; any bytes give rows or a `ProtocolViolation`, never a read outside
-the buffer. A primary-key change becomes two neighbouring rows, the delete of the old key and the insert of the
-new. A message that an application wrote is a row of the `message` stream; outside of a transaction it counts as
-one of its own. The file is longer than most, and `_assign` than a screen: both are one walk over the bytes, and what a
-message may hold is told from the messages before it.
+What must hold: rows keep the order of the wire. A transaction gives the same rows in parts as whole. One that ends at
+or before `after` is dropped whole. Any bytes give rows or a `ProtocolViolation`, never a read outside the buffer. A key
+move becomes two neighbouring rows, the delete of the old key and the insert of the new. A message that an application
+wrote is a row of the `message` stream; outside of a transaction it counts as one of its own.
+
+The file is longer than most, and `_assign` longer than a screen: both are one walk over the bytes, and the meaning of a
+message depends on the messages before it.
 
 The messages: https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html
 """
@@ -47,43 +48,49 @@ from tailrace.model.schema import TableSchema
 from tailrace.model.system_streams import MESSAGE_STREAM
 
 BATCH_BYTES_MAX = 256 << 20
-"""Of wire bytes: keeps a string column of one batch under Arrow's 2 GiB even where a value is repeated."""
+"""Limit of a batch in wire bytes.
+
+Keeps a string column under Arrow's 2 GiB even where a value is repeated.
+"""
 BATCH_CELLS_MAX = 4 << 20
-"""A value takes 16 bytes while it is looked for, and on the wire a null takes one."""
+"""Limit of a batch in cells.
+
+A value takes 16 bytes while it is looked for, and a null takes one on the wire.
+"""
 PREFIXES_MAX = 1024
-"""Of messages whose prefix was asked for before."""
+"""Number of message prefixes for which the answer of `wanted` is cached."""
 Describe = Callable[[Sequence[bytes]], Sequence[TableSchema]]
 EPOCH_2000 = 946_684_800_000_000
 
 _INSERT, _UPDATE, _DELETE = Operation.INSERT.code, Operation.UPDATE.code, Operation.DELETE.code
 _TRUNCATE, _MESSAGE = Operation.TRUNCATE.code, Operation.MESSAGE.code
 _MESSAGE_SLOT = 0
-"""Where the `message` stream stands among the shapes."""
+"""The slot of the `message` stream among the schemas."""
 
-# What is known of the transaction under way; a decoder carries it from one part to the next.
+# Indices of the state of the transaction under way; a decoder carries it from one part to the next.
 _INSIDE = 0
-"""Whether there is one,"""
+"""1 while a transaction is under way."""
 _INDEX = 1
-"""how many rows it has so far,"""
+"""Number of its rows so far."""
 _FINAL, _TIME, _XID = 2, 3, 4
-"""and what its beginning told: where its commit lies, when that was, and its id. The id outlasts it."""
+"""From its beginning: where its commit is, its time, and its id. The id outlasts the transaction."""
 
 # Rows of the arrays that the kernels fill, one column for each change or transaction.
 _SLOT, _OP, _HOW, _TX, _TX_INDEX = 0, 1, 2, 3, 4
 _NEW, _OLD = 0, 1
 _TX_END, _TX_TIME, _TX_ID = 0, 1, 2
 
-# Rows of the arrays that the kernels look tables up in.
+# Rows of the arrays in which the kernels look tables up.
 _OID, _SLOT_OF = 0, 1
 _COLUMNS, _KEYS_AT = 0, 1
 
 _UNKNOWN, _MALFORMED = -1, -2
-"""What a kernel returns in place of a count: a change of a table that was not described; bytes that mean nothing."""
+"""Codes that a kernel returns instead of a count: undescribed table, invalid bytes."""
 
 
 @kernel
 def _survey(b: Bytes, starts: Ints, messages: Word, special: Ints) -> tuple[Word, Word]:
-    """Messages that need Python, and how many rows the rest can make at most."""
+    """Find the messages that need Python, and the most rows the rest can make."""
     found, rows = 0, 0
     for m in range(messages):
         kind = b[starts[m]]
@@ -103,7 +110,7 @@ def _survey(b: Bytes, starts: Ints, messages: Word, special: Ints) -> tuple[Word
 
 @kernel
 def _skip_tuple(b: Bytes, i: Word, end: Word) -> Word:
-    """Where the tuple at `i` ends, or -1 if it does not end before `end`."""
+    """Return where the tuple at `i` ends; -1 if it does not end before `end`."""
     if i + 2 > end:
         return -1
     columns = u16(b, i)
@@ -113,7 +120,7 @@ def _skip_tuple(b: Bytes, i: Word, end: Word) -> Word:
             return -1
         kind = b[i]
         i += 1
-        if kind == 116:  # never binary: it is not asked for, and no kernel reads it
+        if kind == 116:  # never binary: it is not requested, and no kernel reads it
             if i + 4 > end:
                 return -1
             size = u32(b, i)
@@ -127,9 +134,9 @@ def _skip_tuple(b: Bytes, i: Word, end: Word) -> Word:
 
 @kernel
 def _key_moved(b: Bytes, new: Word, old: Word, keys: Bytes, begin: Word, end: Word) -> bool:
-    """Whether a key column differs between the two tuples; a value not sent again is the same.
+    """Return whether a key column differs between the two tuples. An unsent value counts as the same.
 
-    `keys[begin:end]` says of each column whether it is one.
+    `keys[begin:end]` marks the columns of the key.
     """
     i, j = new + 2, old + 2
     for c in range(begin, end):
@@ -156,7 +163,7 @@ def _key_moved(b: Bytes, new: Word, old: Word, keys: Bytes, begin: Word, end: Wo
 
 @kernel
 def _slot_of(known: Ints, oid: Word) -> Word:
-    """Which shape the table has now, or -1 if it has not been described."""
+    """Return the slot of the table's current schema; -1 if it has not been described."""
     low, high = 0, known.shape[1]
     while low < high:
         middle = (low + high) // 2
@@ -194,8 +201,13 @@ def _put(what: Any, where: Ints, row: Word, slot: Word, op: Word, how: Word, tx:
 
 @kernel
 def _tuples(b: Bytes, i: Word, end: Word, columns: Word) -> tuple[Word, Word, Word]:
-    """Where the old and the new row of the change at `i` lie, -1 if not sent, and `FULL_BEFORE` if it is an update
-    that comes with its whole old row. Or `_MALFORMED`, if they do not lie there with that many columns."""
+    """Return the offsets of the change's old and new row at `i`, and `FULL_BEFORE`.
+
+    An offset is -1 if the row was not sent.
+
+    `FULL_BEFORE` is set for an update that has its whole old row. `_MALFORMED` if the tuples do not fit there, or do
+    not have that many columns.
+    """
     q, old, new, how = i + 5, -1, -1, 0
     if b[q] == 75 or b[q] == 79:  # Key or Old
         old, how = q + 1, FULL_BEFORE if b[q] == 79 and b[i] == 85 else 0
@@ -215,7 +227,7 @@ def _tuples(b: Bytes, i: Word, end: Word, columns: Word) -> tuple[Word, Word, Wo
 def _truncate(
     b: Bytes, i: Word, end: Word, known: Ints, what: Any, where: Ints, rows: Word, tx: Word, first: Word
 ) -> Word:
-    """How many rows there are after the truncate at `i`, one for each table; or what is wrong with it."""
+    """Return the number of rows after the truncate at `i`, or an error code. It makes one row per table."""
     if end - i < 6 or end - i < 6 + 4 * u32(b, i + 1):
         return _MALFORMED
     for k in range(u32(b, i + 1)):
@@ -231,7 +243,7 @@ def _truncate(
 
 @kernel
 def _message(b: Bytes, i: Word, end: Word, inside: bool) -> tuple[Word, Word]:
-    """Where prefix and content of the message at `i` begin; or `_MALFORMED`, twice."""
+    """Return where prefix and content of the message at `i` begin; or `_MALFORMED`, twice."""
     prefix = i + 10
     at = prefix
     while at < end and b[at] != 0:
@@ -257,18 +269,19 @@ def _assign(
     where: Ints,
     ended: Ints,
 ) -> tuple[Word, Word, Word]:
-    """Rows made, transactions that ended and are kept, and where it went wrong (-1: nowhere; else message * 4
-    plus 1 or 2: `_UNKNOWN` or `_MALFORMED`).
+    """Return rows made, transactions that ended and are kept, and the first error.
 
-    The messages may begin and end inside a transaction, which is then `under_way`. The branch that every row
-    takes is written out here: a function of that length would have the references to all its arrays counted at
-    each call, which doubles the time of this loop.
+    The error is -1 if there is none, else message * 4 plus 1 or 2, for `_UNKNOWN` or `_MALFORMED`.
+
+    The messages may begin and end inside a transaction, which is then `under_way`. The branch for row changes is
+    written out here. A function of that length would have the references to all its arrays counted at each call, which
+    doubles the time of this loop.
     """
     known = known.copy()
     rows, txs, heard = 0, 0, 0
     continued = under_way[_INSIDE] != 0
-    # The first row of the transaction under way. Before the first one here if it has rows already, so that
-    # `rows - first` is the row's place in its transaction, always.
+    # The first row of the transaction under way. Before the first one here if it has rows already, so that `rows -
+    # first` is always the row's index in its transaction.
     first = -under_way[_INDEX] if continued else 0
     ended[_TX_TIME, 0], ended[_TX_ID, 0] = under_way[_TIME], under_way[_XID]
     for m in range(messages):
@@ -301,7 +314,7 @@ def _assign(
         elif kind == 67:  # Commit
             finish = u64(b, i + 10) if inside and end - i >= 26 else 0
             over = np.uint64(finish) <= np.uint64(after)
-            # What was judged by its beginning must not end otherwise: rows would be lost or doubled.
+            # A decision made from its beginning must not differ from its end: rows would be lost or doubled.
             if finish == 0 or (continued and over != _is_over(under_way, after)):
                 made = _MALFORMED
             elif over:
@@ -341,7 +354,7 @@ def _assign(
 
 @kernel
 def _is_over(under_way: Ints, after: Word) -> bool:
-    """Whether the transaction under way ends at or before `after`, by what its beginning told.
+    """Return whether the transaction under way ends at or before `after`. Its beginning says so.
 
     That is where its commit record begins, and `after` is never inside a record.
     """
@@ -349,12 +362,13 @@ def _is_over(under_way: Ints, after: Word) -> bool:
 
 
 class Decoder:
-    """Decodes what one connection sends; remembers which relation has which shape, and of a transaction that
-    comes in parts what its beginning told. A new connection begins with a new decoder, and so does one whose
-    bytes were refused.
+    """Decodes what one connection sends.
 
-    `describe` turns relation messages into shapes; it may look into the catalogue, so it is the caller's. `wanted`
-    tells by its prefix whether an application's message is kept.
+    It remembers the schema of each relation and, for a transaction that arrives in parts, what its beginning said. A
+    new connection begins with a new decoder, and so does one whose bytes were refused.
+
+    `describe` turns relation messages into schemas; it may read the catalogue, so the caller provides it. `wanted`
+    decides by its prefix whether an application's message is kept.
     """
 
     def __init__(
@@ -372,21 +386,23 @@ class Decoder:
         self._slot_of_oid: dict[int, int] = {}
         self._under_way = np.zeros(5, np.int64)
         self._under_way[_XID] = xid_near
-        self._given = False
-        """Whether rows of the transaction under way have been given out in an open window."""
+        self._delivered = False
+        """True if rows of the transaction under way have been delivered in an open window."""
 
     @property
     def inside(self) -> bool:
-        """Whether the last part that was decoded left a transaction open."""
+        """True if the last decoded part left a transaction open."""
         return bool(self._under_way[_INSIDE])
 
     def decode(self, b: Bytes, starts: Ints, messages: int, after: Lsn, end: Lsn) -> Window:
-        """The window that these messages make. They end on a transaction boundary, and begin on one or where
-        the last part left off."""
+        """Return the window of these messages.
+
+        They end on a transaction boundary, and begin on one or where the last part ended.
+        """
         rows, txs = self._assign(b, starts, messages, after)
         if rows.tx_end is None:
             raise _violation("malformed message", messages, after)
-        continues, self._given = self._given, False
+        continues, self._delivered = self._delivered, False
         continued_end = Lsn(int(rows.tx_end[0])) if continues else None
         if continued_end is not None and continued_end > end:
             raise _violation("a transaction ends after those that follow it", messages, after)
@@ -402,14 +418,16 @@ class Decoder:
         )
 
     def decode_part(self, b: Bytes, starts: Ints, messages: int, after: Lsn) -> Window | None:
-        """The open window that these messages make, all of one transaction whose end is not among them; None if
-        they make no row, which is so for every part of a transaction that is over."""
+        """Return the open window of these messages. All are of one transaction that does not end among them.
+
+        None if they make no row, as in every part of a transaction that ends at or before `after`.
+        """
         rows, txs = self._assign(b, starts, messages, after)
         if not self.inside or txs:
             raise _violation("malformed message", messages, after)
         if not rows.slot.size or _is_over(self._under_way, _signed(after.value)):
             return None
-        continues, self._given = self._given, True
+        continues, self._delivered = self._delivered, True
         return Window(
             start=after,
             end=after,
@@ -432,7 +450,7 @@ class Decoder:
         shapes, keys = self._layout
         what, where = np.empty((5, rows_max), np.int32), np.empty((2, rows_max), np.int64)
         ended = np.empty((3, messages + 1), np.int64)
-        rows, txs, wrong = _assign(
+        rows, txs, error = _assign(
             b,
             starts,
             messages,
@@ -446,14 +464,14 @@ class Decoder:
             where,
             ended,
         )
-        if wrong >= 0:
+        if error >= 0:
             raise _violation(
-                "a change came before its table was described" if wrong % 4 == -_UNKNOWN else "malformed message",
-                wrong // 4,
+                "a change arrived before its table was described" if error % 4 == -_UNKNOWN else "malformed message",
+                error // 4,
                 after,
             )
         what, where = what[:, :rows], where[:, :rows]
-        made = WindowRows(
+        rows_made = WindowRows(
             slot=what[_SLOT],
             op=what[_OP],
             flags=what[_HOW],
@@ -465,10 +483,10 @@ class Decoder:
             tx_time=ended[_TX_TIME],
             tx_id=ended[_TX_ID],
         )
-        return made, int(txs)
+        return rows_made, int(txs)
 
     def _announced(self, b: Bytes, starts: Ints, special: Ints) -> Ints:
-        """Learn the shapes described in this window; a shape seen before keeps its slot."""
+        """Learn the schemas described in this window; a schema seen before keeps its slot."""
         announced = np.full((2, special.size), _MESSAGE_SLOT, np.int64)
         kinds = b[starts[special]]
         if self._wanted:
@@ -489,29 +507,31 @@ class Decoder:
         return announced
 
     def _batches(self, b: Bytes, rows: WindowRows) -> Iterator[ChangeBatch]:
-        """A batch for each table and shape, or several where one would be too large for Arrow's offsets or for
-        memory; as many at once as are not."""
+        """Yield a batch for each table and schema, as many at once as possible.
+
+        Several batches, where one would be too large for Arrow's offsets or for memory.
+        """
         order = np.argsort(rows.slot, kind="stable")
         slots = rows.slot[order]
         types = list(self._kinds)
-        said = int(np.searchsorted(slots, _MESSAGE_SLOT, side="right"))
-        if said:
-            yield build_message_batch(b, self._shapes[_MESSAGE_SLOT], rows, order[:said], self._text)
-            order, slots = order[said:], slots[said:]
+        message_count = int(np.searchsorted(slots, _MESSAGE_SLOT, side="right"))
+        if message_count:
+            yield build_message_batch(b, self._shapes[_MESSAGE_SLOT], rows, order[:message_count], self._text)
+            order, slots = order[message_count:], slots[message_count:]
         if b.size > BATCH_BYTES_MAX or order.size * int(self._layout[0][_COLUMNS].max(initial=1)) > BATCH_CELLS_MAX:
             yield from self._large_batches(b, rows, order, slots, types)
         elif order.size:
             cuts = np.concatenate([[0], np.flatnonzero(slots[1:] != slots[:-1]) + 1, [order.size]])
-            shapes = [self._shapes[slot] for slot in slots[cuts[:-1]].tolist()]
-            yield from build_batches(b, shapes, types, rows, order, cuts, self._text)
+            layouts = [self._shapes[slot] for slot in slots[cuts[:-1]].tolist()]
+            yield from build_batches(b, layouts, types, rows, order, cuts, self._text)
 
     def _large_batches(
         self, b: Bytes, rows: WindowRows, order: Ints, slots: npt.NDArray[np.int32], types: list[pa.DataType]
     ) -> Iterator[ChangeBatch]:
-        # Where a batch of its own begins for its size: pieces of the cells found so far, and of the bytes.
+        # Where a batch has to begin because of its size: pieces of the cells found so far, and of the bytes.
         piece = np.cumsum(self._layout[0][_COLUMNS][slots]) // BATCH_CELLS_MAX
         if b.size > BATCH_BYTES_MAX:
-            # A truncate lies nowhere: -1 in both.
+            # A truncate has no tuple: -1 in both.
             piece = piece + np.maximum(0, np.maximum(rows.new, rows.old)[order]) // BATCH_BYTES_MAX
         new_piece = np.diff(piece, prepend=-1) != 0
         begins = np.flatnonzero((np.diff(slots, prepend=-1) != 0) | new_piece)
@@ -519,13 +539,16 @@ class Decoder:
         for low, high in itertools.pairwise([*groups.tolist(), begins.size]):
             end = begins[high] if high < begins.size else order.size
             cuts = np.append(begins[low:high], end)
-            shapes = [self._shapes[slot] for slot in slots[begins[low:high]]]
-            yield from build_batches(b, shapes, types, rows, order[cuts[0] : end], cuts - cuts[0], self._text)
+            layouts = [self._shapes[slot] for slot in slots[begins[low:high]]]
+            yield from build_batches(b, layouts, types, rows, order[cuts[0] : end], cuts - cuts[0], self._text)
 
 
-def _layout(shapes: Sequence[TableLayout]) -> tuple[Ints, Bytes]:
-    """Of all shapes, for the kernels: how many columns each has and where its keys begin; which are keys."""
-    schemas = [shape.schema for shape in shapes]
+def _layout(layouts: Sequence[TableLayout]) -> tuple[Ints, Bytes]:
+    """Return the layout of all schemas for the kernels.
+
+    It has column counts, where keys begin, and which columns are keys.
+    """
+    schemas = [layout.schema for layout in layouts]
     columns = [len(schema.columns) for schema in schemas]
     keys = np.array([name in schema.key for schema in schemas for name in schema.names], np.uint8)
     return np.array([columns, np.cumsum([0, *columns])[:-1]], np.int64), keys
@@ -536,7 +559,7 @@ def _prefix(message: Bytes) -> str:
 
 
 def _signed(word: int) -> int:
-    """The same 64 bits as the kernels see them."""
+    """Return the same 64 bits as the kernels see them."""
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
@@ -545,5 +568,5 @@ def _violation(what: str, number: int, after: Lsn) -> ProtocolViolation:
         what,
         number=number,
         after=after,
-        hint="Restart the capture; if it comes again, report it with a recording (docs/guides/testing.md).",
+        hint="Restart the capture; if it happens again, report it with a recording (docs/guides/testing.md).",
     )

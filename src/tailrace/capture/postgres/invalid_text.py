@@ -1,8 +1,8 @@
-"""Bytes that are no text: what a database without an encoding may hold.
+"""Handling of bytes that are not text, which a database without an encoding may hold.
 
-Any other server has checked every text when it was written, and converts it. One whose encoding is SQL_ASCII takes
-whatever it is given and sends it as it is. A value that is no UTF-8 there does not fit its column, or, if the settings
-say so, has characters in it that stand for what could not be read.
+Any other server has checked every text when it was written, and converts it. One whose encoding is SQL_ASCII stores any
+bytes and sends them unchanged. There, a value that is not UTF-8 does not fit its column; or, if the settings say so,
+each unreadable byte is replaced by a character.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from tailrace.capture.postgres.connect import has_no_encoding
 from tailrace.capture.postgres.values import ConvertedColumn
 
 TEXT_HINT = (
-    "The value is not UTF-8, which a SQL_ASCII database does not check. Mend it at the source, or set "
-    "`source.invalid_text: replace`, then run again: the table is loaded anew."
+    "The value is not UTF-8, which a SQL_ASCII database does not check. Correct it at the source, or set "
+    "`source.invalid_text: replace`, then run again: the table is reloaded."
 )
 
 
 class TextHandling(enum.Enum):
-    """What can be said of the texts that a server sends."""
+    """The handling of the texts that a server sends."""
 
     SOUND = enum.auto()
     """All are UTF-8."""
     REFUSED = enum.auto()
-    """One that is not does not fit its column."""
+    """A text that is not UTF-8 does not fit its column."""
     REPLACED = enum.auto()
-    """In one that is not, `�` stands for what cannot be read."""
+    """In a text that is not UTF-8, `�` replaces what cannot be read."""
 
 
 def text_handling_of(connection: PGconn, *, replaced: bool) -> TextHandling:
-    """What can be said of this server's texts."""
+    """Return how to handle this server's texts."""
     if not has_no_encoding(connection):
         return TextHandling.SOUND
     return TextHandling.REPLACED if replaced else TextHandling.REFUSED
 
 
 def check_text(typed: ConvertedColumn, text: TextHandling) -> ConvertedColumn:
-    """The column with every text in it valid."""
+    """Return the column with only valid texts."""
     kind = typed.column.type
     of_list = pa.types.is_list(kind) and pa.types.is_string(kind.value_type)
     if text is TextHandling.SOUND or not (of_list or pa.types.is_string(kind)):
@@ -55,17 +55,17 @@ def check_text(typed: ConvertedColumn, text: TextHandling) -> ConvertedColumn:
 
 
 def _mended(typed: ConvertedColumn, text: TextHandling) -> ConvertedColumn:
-    """One by one: it happens rarely, and in databases of a kind that is rare."""
+    """Check the values one by one. It happens rarely, and in databases of a rare kind."""
     kind = typed.column.type
     plain = typed.column.cast(pa.list_(pa.binary()) if pa.types.is_list(kind) else pa.binary())
-    found, unfit = [], set(typed.unfit.tolist())
+    texts, unfit = [], set(typed.unfit.tolist())
     for row, value in enumerate(plain.to_pylist()):
         try:
-            found.append(_decoded(value, "replace" if text is TextHandling.REPLACED else "strict"))
+            texts.append(_decoded(value, "replace" if text is TextHandling.REPLACED else "strict"))
         except UnicodeDecodeError:
-            found.append(None)
+            texts.append(None)
             unfit.add(row)
-    return ConvertedColumn(pa.array(found, kind), np.array(sorted(unfit), np.int64))
+    return ConvertedColumn(pa.array(texts, kind), np.array(sorted(unfit), np.int64))
 
 
 def _decoded(value: Any, errors: str) -> Any:

@@ -1,9 +1,9 @@
-"""What must be in place before a change can be read: the server's settings, publication and slot.
+"""Checks and creates what a capture needs: the server's settings, publication and slot.
 
-The order of the first start is publication, then slot: a slot that is older than its publication can never be
-read. A table whose updates the server could not describe never enters a publication that publishes updates:
-the server would then refuse the application's own. The file is longer than most because each thing that may be missing
-stands with the words that say how to put it right.
+The first start creates the publication, then the slot: a slot that is older than its publication can never be read. A
+table whose updates the server could not describe never enters a publication that publishes updates: the server would
+then refuse the application's own. The file is longer than most because each thing that may be missing has a text that
+says how to correct it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ SLOT_WAIT_SECONDS_MAX = 30.0
 VERSION_MIN = 150000
 ORIGIN_VERSION_MIN = 160000
 GENERATED_VERSION_MIN = 180000
-"""From here on a publication can publish generated columns: the stored ones."""
+"""From this version on a publication can publish generated columns: the stored ones."""
 _PAUSE_SECONDS = 0.2
 
 
-# What `pg_publication_tables` says, without the locks that it takes on every table from 16 on. A publication that
+# The same as `pg_publication_tables`, without the locks that it takes on every table from 16 on. A publication that
 # publishes through roots lists a partition only if none above it is in it; any other lists the leaves.
 _PUBLISHED = f"""
 with member as (
@@ -71,7 +71,7 @@ join pg_namespace n on n.oid = c.relnamespace where c.relpersistence = 'p'
 
 
 def check_server(connection: psycopg.Connection) -> None:
-    """Refuse a server that cannot be captured from, saying what to change."""
+    """Refuse a server that cannot be captured from; the hint says what to change."""
     version = connection.info.server_version
     if version < VERSION_MIN:
         raise SourceNotReady(
@@ -96,11 +96,11 @@ def check_server(connection: psycopg.Connection) -> None:
 
 
 def check_origin(connection: psycopg.Connection, settings: PostgresSettings) -> None:
-    """Refuse a server that cannot leave out what was replicated to it, if that is wanted."""
+    """Refuse a server that cannot leave out replicated changes, if the settings leave them out."""
     version = connection.info.server_version
     if not settings.origins and version < ORIGIN_VERSION_MIN:
         raise SourceNotReady(
-            "the server cannot leave out what was replicated to it",
+            "the server cannot leave out changes that were replicated to it",
             version=version // 10000,
             needed=ORIGIN_VERSION_MIN // 10000,
             hint="Upgrade it, or remove `source.origin`.",
@@ -108,7 +108,7 @@ def check_origin(connection: psycopg.Connection, settings: PostgresSettings) -> 
 
 
 def identify(url: str) -> SourceId:
-    """Which database this is."""
+    """Return which database this is."""
     session = connect_replication(url)
     try:
         return server_history.identify(session)[0]
@@ -126,28 +126,28 @@ def check_history(url: str, origin: SourceId, position: Lsn) -> None:
 
 
 def select_tables(connection: psycopg.Connection, settings: PostgresSettings) -> list[SourceTable]:
-    """The tables to capture: of a partitioned one its root, if that is wanted, and not the partitions.
+    """Return the tables to capture. Of a partitioned one that is its root, if that is wanted, and not the partitions.
 
-    A publication that is not ours decides for itself. Without `publish_via_partition_root` it publishes the
-    partitions, each as a table of its own, and then those are captured and the root is not.
+    A publication that is not ours decides alone. Without `publish_via_partition_root` it publishes the partitions, each
+    as a table of its own; then those are captured and the root is not.
     """
-    found = [table for table in Catalogue(connection).tables() if table.logged and settings.wanted(table.table)]
-    known = set() if settings.publication_create else set(publications_by_table(connection, settings))
-    spoken_of = {table.oid for table in found if table.table in known}
-    divided = {oid for table in found if table.oid in spoken_of for oid in table.ancestors}
-    roots = {table.oid for table in found if table.oid not in divided} | spoken_of
-    return [table for table in found if table.oid in roots and not roots.intersection(table.ancestors)]
+    candidates = [table for table in Catalogue(connection).tables() if table.logged and settings.wanted(table.table)]
+    published = set() if settings.publication_create else set(publications_by_table(connection, settings))
+    published_oids = {table.oid for table in candidates if table.table in published}
+    with_parts = {oid for table in candidates if table.oid in published_oids for oid in table.ancestors}
+    roots = {table.oid for table in candidates if table.oid not in with_parts} | published_oids
+    return [table for table in candidates if table.oid in roots and not roots.intersection(table.ancestors)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Uncapturable:
-    """Something that a pattern can match and that the server's log does not hold."""
+    """A relation that a pattern can match but the server does not log."""
 
     table: TableId
     kind: str
     remedy: str
     roots: tuple[int, ...]
-    """If it is a partition, what it is one of."""
+    """The roots that it is a partition of, if any."""
 
 
 def _uncapturable(connection: psycopg.Connection) -> list[_Uncapturable]:
@@ -162,20 +162,20 @@ def _uncapturable(connection: psycopg.Connection) -> list[_Uncapturable]:
         rows = connection.execute(query, prepare=False).fetchall()
     except psycopg.Error as error:
         raise map_error(error) from error
-    found = []
+    relations = []
     for schema, name, kind, roots in rows:
         what, remedy = _KINDS[kind]
         quoted = sql.Identifier(schema, name).as_string(connection)
-        found.append(
+        relations.append(
             _Uncapturable(table=TableId(schema, name), kind=what, remedy=remedy.format(name=quoted), roots=tuple(roots))
         )
-    return found
+    return relations
 
 
 _LOGGED = "Its changes are not in the server's log. Run ALTER TABLE {name} SET LOGGED; or exclude it."
 _KINDS = {
     "r": ("an unlogged table", _LOGGED),
-    "p": ("an unlogged table", "Make {name} anew without UNLOGGED, or exclude it."),
+    "p": ("an unlogged table", "Create {name} again without UNLOGGED, or exclude it."),
     "f": ("a foreign table", "Its rows are on another server: capture {name} there."),
     "v": ("a view", "It has no rows of its own: name the tables that {name} reads."),
     "m": ("a materialized view", "The server does not publish it: name the tables that {name} reads."),
@@ -183,12 +183,13 @@ _KINDS = {
 
 
 def explain_uncapturable(connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]) -> None:
-    """Say what the settings ask for and cannot have: an error if it is named or all there is, else a warning.
+    """Report relations that the settings want and capture cannot read.
 
-    A pattern that also matches views is nothing to warn of: they are not tables.
+    It is an error if one is named, or if there is nothing else; otherwise a warning. A pattern that also matches views
+    causes no warning: they are not tables.
     """
-    found = _uncapturable(connection)
-    matched = [item for item in found if settings.wanted(item.table)]
+    uncapturable = _uncapturable(connection)
+    matched = [item for item in uncapturable if settings.wanted(item.table)]
     named = [item for item in matched if settings.named is not None and settings.named(item.table)]
     if named or (matched and not tables):
         first = (named or matched)[0]
@@ -200,7 +201,7 @@ def explain_uncapturable(connection: psycopg.Connection, settings: PostgresSetti
             hint=first.remedy,
         )
     captured = {table.oid for table in tables}
-    for item in found:
+    for item in uncapturable:
         if captured.intersection(item.roots):
             log.warning(
                 "a partition cannot be captured, its rows are left out",
@@ -212,41 +213,41 @@ def explain_uncapturable(connection: psycopg.Connection, settings: PostgresSetti
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedTables:
-    """Tables that are about to come into a publication of ours, or are in one."""
+    """Tables that are in a publication of ours, or about to be added."""
 
     tables: tuple[tuple[TableId, int], ...]
     """Each with the server's number for it."""
     position: Lsn
-    """Where the server is. What is written to a table before it is in goes unseen."""
+    """The server's position. What is written to a table before it is published is never received."""
     done: bool = False
     moved: frozenset[int] = frozenset()
-    """Those that are in the other publication, and leave that one only afterwards."""
+    """Tables that are in the other publication, and leave that one only afterwards."""
 
 
 def ensure_publications(
     connection: psycopg.Connection,
     settings: PostgresSettings,
-    publishing: Callable[[PublishedTables], None] = lambda told: None,
+    publishing: Callable[[PublishedTables], None] = lambda updatable: None,
 ) -> list[SourceTable]:
-    """Make both publications hold exactly the wanted tables; return those.
+    """Make both publications contain exactly the wanted tables; return those.
 
-    `publishing` hears of tables before they come in, and of all that are in at the end.
+    `publishing` is called with tables before they are added, and with all that are published at the end.
     """
     tables = select_tables(connection, settings)
     explain_uncapturable(connection, settings, tables)
     if not settings.publication_create:
         if not _publication_exists(connection, settings.publication):
             raise SourceNotReady(
-                "the publication is not there",
+                "the publication does not exist",
                 publication=settings.publication,
                 hint=_publication_sql(connection, settings, tables),
             )
         _explain_partitions(connection, settings, tables)
         return tables
     if not tables:
-        return []  # whoever asks for none is refused; what was published stays so, for a mistake is no wish
-    told = [table for table in tables if table.identity is not Identity.NONE]
-    for table in (unsent := _identity_unsent(connection, settings.publication, told)):
+        return []  # the caller refuses this; tables stay published, for the settings may be wrong
+    updatable = [table for table in tables if table.identity is not Identity.NONE]
+    for table in (unsent := _identity_unsent(connection, settings.publication, updatable)):
         log.warning(
             "table left out: its replica identity has a generated column, which the publication does not publish",
             extra={
@@ -254,21 +255,23 @@ def ensure_publications(
                 "hint": f'Run ALTER PUBLICATION "{settings.publication}" SET (publish_generated_columns = stored);',
             },
         )
-    told = [table for table in told if table not in unsent]
-    silent = [table for table in tables if table.identity is Identity.NONE]
+    updatable = [table for table in updatable if table not in unsent]
+    insert_only = [table for table in tables if table.identity is Identity.NONE]
     try:
-        # Out of the one first: a table must not publish updates it cannot describe, not even for a moment.
-        beside = frozenset(_members(connection, settings.publication_inserts))
-        _reconcile(connection, settings.publication, told, "insert, update, delete, truncate", publishing, beside)
-        _reconcile(connection, settings.publication_inserts, silent, "insert, truncate", publishing)
+        # Removed from the one first: a table must not publish updates it cannot describe, not even for a moment.
+        in_other = frozenset(_members(connection, settings.publication_inserts))
+        _reconcile(
+            connection, settings.publication, updatable, "insert, update, delete, truncate", publishing, in_other
+        )
+        _reconcile(connection, settings.publication_inserts, insert_only, "insert, truncate", publishing)
     except psycopg.Error as error:
         raise map_error(error) from error
-    publishing(PublishedTables(tables=_numbered([*told, *silent]), position=_inserted(connection), done=True))
-    return [*told, *silent]
+    publishing(PublishedTables(tables=_numbered([*updatable, *insert_only]), position=_inserted(connection), done=True))
+    return [*updatable, *insert_only]
 
 
 def _explain_partitions(connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]) -> None:
-    """Warn of a table that the publication only publishes in pieces, none of which is wanted."""
+    """Warn of a table whose partitions are published instead, none of which is wanted."""
     known = publications_by_table(connection, settings)
     missing = {table.oid: table for table in tables if table.table not in known}
     pieces = [table for table in Catalogue(connection).tables() if table.table in known]
@@ -284,9 +287,9 @@ def _explain_partitions(connection: psycopg.Connection, settings: PostgresSettin
 
 
 def _identity_unsent(connection: psycopg.Connection, publication: str, tables: list[SourceTable]) -> list[SourceTable]:
-    """Tables whose updates the server would refuse while they are in this publication.
+    """Return the tables whose updates the server would refuse while they are in this publication.
 
-    It is one that was made without generated columns; it is left as it is, since its tables would change shape.
+    Such a publication was created without generated columns. It is left as it is, since its tables would change schema.
     """
     if connection.info.server_version < GENERATED_VERSION_MIN:
         return []
@@ -308,15 +311,15 @@ def _identity_unsent(connection: psycopg.Connection, publication: str, tables: l
 
 
 def publications_by_table(connection: psycopg.Connection, settings: PostgresSettings) -> dict[TableId, set[str]]:
-    """Which of our publications hold each table now."""
-    found: dict[TableId, set[str]] = {}
+    """Return the publications of ours that contain each table now."""
+    publications: dict[TableId, set[str]] = {}
     try:
         for schema, table, publication in connection.execute(_PUBLISHED, (list(settings.publications),)):
-            if (known := table_id(schema, table)) is not None:
-                found.setdefault(known, set()).add(publication)
+            if (name := table_id(schema, table)) is not None:
+                publications.setdefault(name, set()).add(publication)
     except psycopg.Error as error:
         raise map_error(error) from error
-    return found
+    return publications
 
 
 def _publication_sql(connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]) -> str:
@@ -328,7 +331,7 @@ def _publication_sql(connection: psycopg.Connection, settings: PostgresSettings,
 
 
 def _options(connection: psycopg.Connection) -> sql.SQL:
-    """How a publication of ours publishes: roots, not partitions, and generated columns where the server can."""
+    """Return how our publications publish: roots, not partitions, and generated columns if supported."""
     generated = connection.info.server_version >= GENERATED_VERSION_MIN
     return sql.SQL("publish_via_partition_root = true" + (", publish_generated_columns = stored" if generated else ""))
 
@@ -343,7 +346,7 @@ def _reconcile(
     tables: list[SourceTable],
     publish: str,
     publishing: Callable[[PublishedTables], None],
-    beside: frozenset[int] = frozenset(),
+    in_other: frozenset[int] = frozenset(),
 ) -> None:
     publication = sql.Identifier(name)
     if not _publication_exists(connection, name):
@@ -357,10 +360,11 @@ def _reconcile(
             connection.execute(
                 sql.SQL("alter publication {} drop table only {}").format(publication, sql.Identifier(*path))
             )
-    if coming := [table for table in tables if table.oid not in members]:
-        # Before: what is written until they are in goes unseen, and that must be known whatever happens next.
-        publishing(PublishedTables(tables=_numbered(coming), position=_inserted(connection), moved=beside))
-    for table in coming:
+    if added := [table for table in tables if table.oid not in members]:
+        # Before the change: what is written until then is never received, and that must be recorded whatever happens
+        # next.
+        publishing(PublishedTables(tables=_numbered(added), position=_inserted(connection), moved=in_other))
+    for table in added:
         connection.execute(
             sql.SQL("alter publication {} add table only {}").format(
                 publication, sql.Identifier(table.table.schema, table.table.name)
@@ -389,21 +393,21 @@ def _inserted(connection: psycopg.Connection) -> Lsn:
 def ensure_slot(
     connection: psycopg.Connection, settings: PostgresSettings, position: Lsn | None, *, take_over: bool = False
 ) -> Lsn | None:
-    """Make sure the slot can give us everything after `position`; None means the log has no commit yet.
+    """Make sure the slot can deliver everything after `position`; None means the log has no commit yet.
 
-    Returns the consistent point of a slot made anew. A slot of ours that belongs to a log without a commit is
-    made again: nobody can know what was confirmed on it. One that may be another program's is not touched.
+    Returns the consistent point of a newly created slot. A slot of ours that belongs to a log without a commit is
+    created again: it is unknown what was confirmed on it. One that may be another program's is left alone.
     """
     slot = _slot(connection, settings.slot)
     if position is None:
         if slot is not None and settings.slot_create:
-            if not settings.slot_anew:
+            if not settings.recreate_slot:
                 raise SourceNotReady(
-                    "the replication slot is there already, and no checkpoint says how far it was read",
+                    "the replication slot exists already, and no checkpoint records how far it was read",
                     slot=settings.slot,
-                    hint="Are the checkpoint's folder and key the right ones, and does no other program read it? "
-                    f"If it is nobody's, run SELECT pg_drop_replication_slot('{settings.slot}'); "
-                    "or give `PostgresSettings(slot_anew=True)`.",
+                    hint="Check that the checkpoint's folder and key are right, and that no other program reads the "
+                    f"slot. If it is unused, run SELECT pg_drop_replication_slot('{settings.slot}'); or give "
+                    "`PostgresSettings(recreate_slot=True)`.",
                 )
             drop_slot(connection, settings.slot, take_over=take_over)
             slot = None
@@ -411,7 +415,7 @@ def ensure_slot(
             return Lsn.parse(slot["confirmed"])
         if not settings.slot_create:
             raise SourceNotReady(
-                "the replication slot is not there",
+                "the replication slot does not exist",
                 slot=settings.slot,
                 hint=f"Run SELECT pg_create_logical_replication_slot('{settings.slot}', 'pgoutput');",
             )
@@ -422,14 +426,14 @@ def ensure_slot(
     if slot is None:
         raise PositionLost("the replication slot is gone", slot=settings.slot, position=position, hint=remedy)
     if slot["wal_status"] == "lost" or slot["confirmed"] is None:
-        raise PositionLost("the server discarded log we had not read", slot=settings.slot, hint=remedy)
+        raise PositionLost("the server discarded log that we had not read", slot=settings.slot, hint=remedy)
     if Lsn.parse(slot["confirmed"]) > position:
         raise PositionLost(
             "the slot is ahead of the log",
             slot=settings.slot,
             confirmed=slot["confirmed"],
             position=position,
-            hint=f"Was the log put back to an older state? {NEW_LOG_HINT} {PROGRAM_HINT}",
+            hint=f"Check whether the log was restored to an older state. {NEW_LOG_HINT} {PROGRAM_HINT}",
         )
     return None
 
@@ -451,27 +455,27 @@ def _slot(connection: psycopg.Connection, name: str) -> dict[str, str] | None:
         "pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)::int8 from pg_replication_slots where slot_name = %s"
     )
     try:
-        found = connection.execute(query, (name,)).fetchone()
+        row = connection.execute(query, (name,)).fetchone()
     except psycopg.Error as error:
         raise map_error(error) from error
-    return dict(zip(("confirmed", "wal_status", "active", "retained"), found, strict=True)) if found else None
+    return dict(zip(("confirmed", "wal_status", "active", "retained"), row, strict=True)) if row else None
 
 
 def terminate_slot_reader(connection: psycopg.Connection, name: str) -> None:
-    """End the server's process that reads the slot: one whose client hangs would hold it for long."""
-    found = _value(
+    """End the server's process that reads the slot. One whose client hangs would hold it for long."""
+    ended = _value(
         connection,
         "select pg_terminate_backend(active_pid) from pg_replication_slots where slot_name = %s and active",
         name,
     )
-    if found is not None:
+    if ended is not None:
         log.warning("ended the session that read the slot", extra={"slot": name})
 
 
 def wait_for_slot(
     connection: psycopg.Connection, name: str, wait_seconds: float = SLOT_WAIT_SECONDS_MAX, *, take_over: bool = False
 ) -> None:
-    """Wait until nobody reads the slot: a predecessor that was killed is noticed late by the server."""
+    """Wait until no process reads the slot. The server notices late that a reader was killed."""
     deadline = time.monotonic() + wait_seconds
     while True:
         if take_over:
@@ -491,7 +495,7 @@ def wait_for_slot(
 
 
 def drop_slot(connection: psycopg.Connection, name: str, *, take_over: bool = False) -> bool:
-    """Remove the slot once nobody reads it; whether there was one."""
+    """Remove the slot once no process reads it; return whether there was one."""
     if _slot(connection, name) is None:
         return False
     wait_for_slot(connection, name, take_over=take_over)
@@ -503,34 +507,34 @@ def drop_slot(connection: psycopg.Connection, name: str, *, take_over: bool = Fa
 
 
 def drop_publications(connection: psycopg.Connection, settings: PostgresSettings) -> list[str]:
-    """Remove the publications we made; their names."""
-    gone = []
+    """Remove the publications we created; return their names."""
+    removed = []
     for name in (settings.publication, settings.publication_inserts):
         if settings.publication_create and _publication_exists(connection, name):
             try:
                 connection.execute(sql.SQL("drop publication {}").format(sql.Identifier(name)))
             except psycopg.Error as error:
                 raise map_error(error) from error
-            gone.append(name)
-    return gone
+            removed.append(name)
+    return removed
 
 
 def lag(connection: psycopg.Connection, slot: str) -> Lag:
-    """The end of the server's log, and what our slot makes it keep."""
+    """Return the end of the server's log, and how much of it our slot retains."""
     end = Lsn.parse(str(_value(connection, "select pg_current_wal_lsn()::text")))
-    found = _slot(connection, slot)
-    if found is None:
+    slot_state = _slot(connection, slot)
+    if slot_state is None:
         return Lag(end=end, confirmed=None, retained_bytes=None)
-    confirmed = Lsn.parse(found["confirmed"]) if found["confirmed"] else None
-    return Lag(end=end, confirmed=confirmed, retained_bytes=int(found["retained"] or 0))
+    confirmed = Lsn.parse(slot_state["confirmed"]) if slot_state["confirmed"] else None
+    return Lag(end=end, confirmed=confirmed, retained_bytes=int(slot_state["retained"] or 0))
 
 
 def committed_until(connection: psycopg.Connection) -> Lsn:
-    """A position that everything committed until now ends at or before, and that the server will send.
+    """Return a position at or after everything committed until now, which the server will send.
 
-    The insert position covers commits that were not waited for (`synchronous_commit = off`), but a page that
-    an open transaction has begun may stay unflushed for long, and unflushed log is never sent. Every commit
-    made before is flushed within three rounds of the server's log writer, so the flushed position serves then.
+    The insert position covers commits that were not waited for (`synchronous_commit = off`). But a page that an open
+    transaction has begun may stay unflushed for long, and unflushed log is never sent. Every commit made before is
+    flushed within three rounds of the server's log writer, so after that time the flushed position is used.
     """
     inserted = _inserted(connection)
     delay = int(str(_value(connection, "select setting from pg_settings where name = 'wal_writer_delay'")))
@@ -543,7 +547,7 @@ def committed_until(connection: psycopg.Connection) -> Lsn:
 
 
 def server_time(connection: psycopg.Connection) -> int:
-    """What the server's clock shows, in µs since 1970: what is committed by now bears no later time."""
+    """Return the server's clock, in µs since 1970. What is committed by now has no later time."""
     return int(str(_value(connection, "select (extract(epoch from clock_timestamp()) * 1000000)::bigint")))
 
 

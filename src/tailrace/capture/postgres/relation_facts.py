@@ -1,7 +1,7 @@
-"""What PostgreSQL's catalogue tells of tables beyond what a relation message says: see `model/catalogue_facts.py`.
+"""Reads the catalogue facts of tables beyond what a relation message has: see `model/catalogue_facts.py`.
 
-Asked for many tables at once, and within one transaction, so that the answers belong together. No table is locked for
-it: capture must not wait for somebody's ALTER TABLE.
+Many tables are read at once, and within one transaction, so that the answers belong together. No table is locked for
+it: capture must not wait for an ALTER TABLE.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AnnouncedColumns = Sequence[tuple[str, int, int]]
 COLUMN_IS_SENT_SQL = (
     "(a.attgenerated = '' or a.attgenerated = 's' and current_setting('server_version_num')::int >= 180000)"
 )
-"""Generated columns are published by 18 and newer alone, and only the stored ones. (15 lists them all as published.)"""
+"""Generated columns are published only by 18 and newer, and only stored ones. (15 lists them all as published.)"""
 
 PARTITION_TREE_SQL = """(
   with recursive tree(oid) as (
@@ -30,11 +30,14 @@ PARTITION_TREE_SQL = """(
 """A table and all partitions below it. The server's own `pg_partition_tree` locks each of them."""
 
 TEXT_AS_BYTES_SQL = "convert_to({text}, case getdatabaseencoding() when 'SQL_ASCII' then 'SQL_ASCII' else 'UTF8' end)"
-"""UTF-8, or whatever a database without an encoding has: asked for text, it would refuse the whole answer."""
+"""UTF-8, or the raw bytes of a database without an encoding.
 
-# A partitioned table has no rows, so what older rows were filled with is known to its partitions. The text of an
-# array of one element holds that element's text, quoted where the delimiter is a comma. An expression is printed
-# without its table, which would be locked for it; that of a generated column cannot be.
+Asked for text, such a database would refuse the whole answer.
+"""
+
+# A partitioned table has no rows, so its partitions know what older rows were filled with. The text of an array of one
+# element holds that element's text, quoted where the delimiter is a comma. An expression is printed without its table,
+# which would be locked for it; that of a generated column cannot be.
 _DEFAULT = """case
   when a.attidentity <> '' then 'generated as identity' when a.attgenerated <> '' then 'generated'
   else pg_get_expr(d.adbin, 0) end"""
@@ -61,9 +64,9 @@ select r.prrelid::int8, r.prattrs::int2[] from pg_publication_rel r join pg_publ
 where p.pubname = any(%s) and r.prrelid = any(%s::oid[]) and r.prattrs is not null
 """
 
-# Of the catalogue's row, as all else here: functions would tell of now, whatever the view is.
-# ATTACH writes every column of the partition again, after its place in the tree; where it is made as one, that is
-# before. If the columns were written again since, a row type that is older than the place tells most of it.
+# From the catalogue's rows, as everything else here: functions would describe the present, whatever the view is. ATTACH
+# writes every column of the partition again, after its entry in the tree; a partition created as one has them before.
+# If the columns were written again since, a row type older than the tree entry detects most cases.
 _STORAGE = f"""
 select t.oid::int8, r.relnatts, c.oid::int8, n.nspname || '.' || c.relname, nullif(c.relfilenode, 0)::int8,
        c.oid <> t.oid and coalesce(
@@ -83,14 +86,16 @@ order by 1, 3
 
 
 def read_facts(
-    ask: RunQuery, publications: Sequence[str], announced: Sequence[tuple[int, AnnouncedColumns]]
+    run_query: RunQuery, publications: Sequence[str], announced: Sequence[tuple[int, AnnouncedColumns]]
 ) -> list[CatalogueFacts | None]:
-    """For each announced table its facts, if its columns are the very ones that the catalogue shows."""
+    """Return the facts of each announced table whose columns the catalogue still shows."""
     oids = list({oid for oid, _ in announced})
-    lists: dict[int, list[int]] = dict(ask(_LISTED, (list(publications), oids)))
+    lists: dict[int, list[int]] = dict(run_query(_LISTED, (list(publications), oids)))
     shown: dict[int, list[_CatalogueColumn]] = {}
-    others: dict[int, list[int]] = {}
-    for oid, name, kind, modifier, generated, sent, number, nullable, default, fill, stamp in ask(_COLUMNS, (oids,)):
+    unsent: dict[int, list[int]] = {}
+    for oid, name, kind, modifier, generated, sent, number, nullable, default, fill, stamp in run_query(
+        _COLUMNS, (oids,)
+    ):
         if sent and (oid not in lists or number in lists[oid]):
             fact = ColumnFacts(
                 number=number,
@@ -101,16 +106,18 @@ def read_facts(
             )
             shown.setdefault(oid, []).append(_CatalogueColumn((name, kind, modifier), generated, fact))
         else:
-            others.setdefault(oid, []).append(number)
+            unsent.setdefault(oid, []).append(number)
     storage: dict[int, list[StorageFacts]] = {}
-    made: dict[int, int] = {}
-    at = ZERO
-    for oid, columns_made, relation, name, file, attached, position in ask(_STORAGE, (oids,)):
-        made[oid], at = columns_made, Lsn.parse(position)
+    columns_ever: dict[int, int] = {}
+    source_position = ZERO
+    for oid, columns_made, relation, name, file, attached, position in run_query(_STORAGE, (oids,)):
+        columns_ever[oid], source_position = columns_made, Lsn.parse(position)
         storage.setdefault(oid, []).append(StorageFacts(relation=relation, name=name, file=file, attached=attached))
     return [
-        _matched(told, shown.get(oid, []), others.get(oid, []), storage[oid], made[oid], at) if oid in storage else None
-        for oid, told in announced
+        _matched(columns, shown.get(oid, []), unsent.get(oid, []), storage[oid], columns_ever[oid], source_position)
+        if oid in storage
+        else None
+        for oid, columns in announced
     ]
 
 
@@ -127,22 +134,22 @@ def _text(sent: bytes | None) -> str | None:
 
 
 def _matched(
-    told: AnnouncedColumns,
+    announced: AnnouncedColumns,
     shown: list[_CatalogueColumn],
     others: list[int],
     storage: list[StorageFacts],
-    made: int,
-    at: Lsn,
+    columns_ever: int,
+    source_position: Lsn,
 ) -> CatalogueFacts | None:
-    # Whether a generated column is published is for the message to say.
-    same = [column for column in shown if not column.generated or column.announced in told]
-    if [column.announced for column in same] != list(told):
+    # The message decides whether a generated column is published.
+    same = [column for column in shown if not column.generated or column.announced in announced]
+    if [column.announced for column in same] != list(announced):
         return None
     unsent = [*others, *(column.fact.number for column in shown if column not in same)]
     return CatalogueFacts(
         columns=tuple(column.fact for column in same),
         storage=tuple(storage),
-        columns_ever=made,
+        columns_ever=columns_ever,
         unpublished=tuple(sorted(unsent)),
-        position=at,
+        position=source_position,
     )

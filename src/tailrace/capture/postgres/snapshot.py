@@ -1,12 +1,12 @@
-"""Reading tables as of one position, or chunk by chunk, each as of its own.
+"""Reads tables as of one position, or chunk by chunk with a position each.
 
-Exact: a temporary slot is made after the table is in the publication, waits for every open writer, and names the
-point: what committed before is in its exported snapshot, what commits after is in the stream, nothing is in both.
-It holds back the server's clean-up while it is open, so it has a time limit.
+Exact: a temporary slot is created after the table is in the publication. It waits for every open transaction, and names
+the position. What committed before is in its exported snapshot, what commits after is in the stream, and nothing is in
+both. It holds back the server's clean-up while it is open, so it has a time limit.
 
-Chunked: `begin_chunks` waits for every transaction that was open, then notes one snapshot. What that one does not
-see is in the stream, and every later snapshot sees more. So whoever replays the stream from the first transaction
-that the noted snapshot did not see, over chunks read in any order at any time after it, misses nothing.
+Chunked: `wait_for_writers` waits for every transaction that was open, then records one snapshot. What that snapshot
+does not see is in the stream, and every later snapshot sees more. So chunks may be read in any order at any later time:
+replaying the stream over them, from the first transaction that the recorded snapshot did not see, misses nothing.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from tailrace.model.schema import TableId, TableSchema
 OPEN_SECONDS_MAX = 3600.0
 LOCK_SECONDS_MAX = 60
 _TIMEOUT_MS_MAX = 2**31 - 1
-"""The server takes no longer one; 0 would mean none."""
+"""The longest that the server accepts; 0 would mean no limit."""
 _PAUSE_SECONDS = 0.2
-_REWRITTEN_HINT = "Nothing to do: it is loaded again from the beginning."
+_REWRITTEN_HINT = "Nothing to do: the table is loaded again from the beginning."
 _GONE = ("42P01", "42703", "3F000")
-"""There is no such table, column or schema."""
+"""SQLSTATEs: there is no such table, column or schema."""
 
-# No parallel workers: how many connections a load may use is settled. A range of the key is read by the index, also
+# No parallel workers: the number of a load's connections is configured. A key range is read through the index, even
 # where the server would rather read the whole table for each chunk.
 _POLITE = (
     "set local max_parallel_workers_per_gather = 0; set local jit = off; set local enable_seqscan = {seqscan}; "
     f"set local lock_timeout = '{LOCK_SECONDS_MAX}s'; set local statement_timeout = {{timeout_ms}}"
 )
 
-# Names are looked up as they are now, whatever the snapshot sees; and so are they here. Types are those of the rows.
+# The server looks names up as they are now, whatever the snapshot sees, and so does this query. Types are those of the
+# rows.
 _SAME_COLUMNS = """
 select count(*) from unnest(%(names)s::text[], %(types)s::text[], %(numbers)s::int[]) wanted(name, kind, number)
 join pg_attribute a on a.attrelid = %(table)s and a.attnum = number and format_type(a.atttypid, a.atttypmod) = kind
@@ -59,11 +60,11 @@ where (pg_identify_object_as_address('pg_class'::regclass, a.attrelid, number)).
 
 
 class ExactSnapshot:
-    """One exported snapshot and the position it stands for. Use it in a `with` block."""
+    """One exported snapshot and its position. Use it in a `with` block."""
 
     position: Lsn
     name: str
-    """What a reader in another process imports."""
+    """The snapshot's name, which a reader in another process imports."""
 
     def __init__(self, url: str, publications: tuple[str, ...], *, invalid_text_replaced: bool = False) -> None:
         self._url = url
@@ -74,8 +75,8 @@ class ExactSnapshot:
         self._session = connect_replication(self._url)
         try:
             slot = f"tailrace_load_{uuid.uuid4().hex[:16]}"
-            made = f"CREATE_REPLICATION_SLOT {slot} TEMPORARY LOGICAL pgoutput (SNAPSHOT 'export')"
-            row = command(self._session, made)
+            create_slot = f"CREATE_REPLICATION_SLOT {slot} TEMPORARY LOGICAL pgoutput (SNAPSHOT 'export')"
+            row = command(self._session, create_slot)
         except BaseException:
             self._session.finish()
             raise
@@ -86,7 +87,7 @@ class ExactSnapshot:
         self._session.finish()
 
     def reader(self, seconds_max: float = OPEN_SECONDS_MAX) -> SnapshotReader:
-        """A reader of this snapshot, here or, pickled, in another process."""
+        """Return a reader of this snapshot, for this process or, pickled, for another one."""
         return SnapshotReader(
             self._url,
             self.name,
@@ -99,19 +100,19 @@ class ExactSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class BarrierSnapshot:
-    """A snapshot to which chunks that are read later are compared."""
+    """The snapshot that the barrier recorded; chunks that are read later are compared with it."""
 
     floor: Lsn
-    """Everything that committed up to here is seen by it."""
+    """It sees everything that committed up to here."""
     ceiling: Lsn
-    """Nothing that committed after here is."""
+    """It sees nothing that committed after here."""
     xmin: int
     xmax: int
     running: tuple[int, ...]
     standby: bool
 
     def sees(self, transaction: int) -> bool:
-        """Whether it sees a transaction that has committed. A standby does not say which were running."""
+        """Return whether it sees a committed transaction. A standby does not list those that were running."""
         if self.standby:
             return transaction < self.xmin
         return transaction < self.xmax and transaction not in self.running
@@ -140,7 +141,7 @@ class BarrierSnapshot:
 
 _WRITERS = "locktype = 'transactionid' and mode = 'ExclusiveLock' and granted"
 _OPEN = f"select transactionid::text::int8 from pg_locks where {_WRITERS}"
-# Only for people. A role that may not see others' sessions is told no name, no state and no age.
+# Only for people. A role that may not see other sessions gets no name, no state and no age.
 _WHOSE = f"""
 select pid, {TEXT_AS_BYTES_SQL.format(text="coalesce(p.gid, a.application_name)")}, a.state,
   extract(epoch from clock_timestamp() - coalesce(p.prepared, a.xact_start))::float8
@@ -151,29 +152,29 @@ order by 4 desc nulls last
 
 
 def open_transactions(url: str) -> str | None:
-    """How many transactions that write are open, and whose the oldest is, in words; None if there is none."""
+    """Return the number of open transactions that write, and the oldest one, as text; None if there are none."""
     try:
         with connect(url) as connection:
-            found = connection.execute(_WHOSE, prepare=False).fetchall()
+            rows = connection.execute(_WHOSE, prepare=False).fetchall()
     except psycopg.Error as error:
         raise map_error(error, url) from error
-    if not found:
+    if not rows:
         return None
-    pid, name, state, seconds = found[0]
+    pid, name, state, seconds = rows[0]
     which = f"pid {pid}" if pid else "prepared"
-    said = [which + (f' "{name.decode(errors="replace")}"' if name else ""), *([state] if state else [])]
+    parts = [which + (f' "{name.decode(errors="replace")}"' if name else ""), *([state] if state else [])]
     if seconds is not None:
-        said.append(f"for {round(seconds)} s")
-    if len(found) == 1:
-        return f"1 open transaction: {' '.join(said)}"
-    one = "one of them" if seconds is None else "the oldest"
-    return f"{len(found)} open transactions, {one}: {' '.join(said)}"
+        parts.append(f"for {round(seconds)} s")
+    if len(rows) == 1:
+        return f"1 open transaction: {' '.join(parts)}"
+    which_of_them = "one of them" if seconds is None else "the oldest"
+    return f"{len(rows)} open transactions, {which_of_them}: {' '.join(parts)}"
 
 
 def wait_for_writers(
     url: str, standby: str | None, stopping: Callable[[], bool] = lambda: False
 ) -> BarrierSnapshot | None:
-    """Wait until every transaction that is open now has ended, then note what is seen; None if told to give up.
+    """Wait until all transactions that are open now have ended, then record a snapshot; None if `stopping`.
 
     A commit that waits for a synchronous standby is open: it is in the server's log already, and no snapshot sees it.
     """
@@ -186,8 +187,8 @@ def wait_for_writers(
 def _wait_for_writers(url: str, standby: str | None, stopping: Callable[[], bool]) -> BarrierSnapshot | None:
     with connect(url) as primary:
         floor = _position(primary)
-        held = {row[0] for row in primary.execute(_OPEN, prepare=False)}
-        while held := held & {row[0] for row in primary.execute(_OPEN, prepare=False)}:
+        still_open = {row[0] for row in primary.execute(_OPEN, prepare=False)}
+        while still_open := still_open & {row[0] for row in primary.execute(_OPEN, prepare=False)}:
             if stopping():
                 return None
             time.sleep(_PAUSE_SECONDS)
@@ -208,20 +209,20 @@ def _take_barrier_snapshot(connection: psycopg.Connection, floor: Lsn) -> Barrie
         "array(select pg_snapshot_xip(s)::text::int8), pg_is_in_recovery() from pg_current_snapshot() s",
         prepare=False,
     ).fetchone()
-    assert row is not None, "an aggregate"
+    assert row is not None, "an aggregate has a row"
     xmin, xmax, running, standby = row
-    upto = max(floor, _sent_position(connection))
-    return BarrierSnapshot(floor=floor, ceiling=upto, xmin=xmin, xmax=xmax, running=tuple(running), standby=standby)
+    ceiling = max(floor, _sent_position(connection))
+    return BarrierSnapshot(floor=floor, ceiling=ceiling, xmin=xmin, xmax=xmax, running=tuple(running), standby=standby)
 
 
 def _sent_position(connection: psycopg.Connection) -> Lsn:
-    """The same, but one that the stream will reach: what is not flushed is never sent."""
+    """Return `_position`, but one that the stream will reach. What is not flushed is never sent."""
     row = connection.execute("select pg_is_in_recovery()", prepare=False).fetchone()
     return _position(connection) if row and row[0] else committed_until(connection)
 
 
 def _position(connection: psycopg.Connection) -> Lsn:
-    """Everything this server can show has ended at or before this."""
+    """Return a position at or after the end of everything that this server can show."""
     row = connection.execute(
         "select case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_insert_lsn() end::text",
         prepare=False,
@@ -259,7 +260,9 @@ class SnapshotReader:
                 self._connection.execute(sql.SQL("set transaction snapshot {}").format(self._name))
         except (psycopg.errors.UndefinedObject, psycopg.errors.InvalidParameterValue) as error:
             self._connection.close()
-            raise SnapshotGone("the snapshot is gone", hint="The load goes on without it.") from error
+            raise SnapshotGone(
+                "the snapshot no longer exists", hint="Nothing to do: the load continues without it."
+            ) from error
         except psycopg.Error as error:
             self._connection.close()
             raise map_error(error, self._url) from error
@@ -273,10 +276,10 @@ class SnapshotReader:
         return Catalogue(self._connection).describe(table, self._publications)
 
     def lock_chunk(self, schema: TableSchema, chunk: Chunk) -> Lsn:
-        """Keep the chunk's table as the plan knows it until we leave, and refuse if it is not.
+        """Lock the chunk's table while this reader is open. Refuse it if it is not as the plan knows it.
 
-        Returns a position that everything seen by this reader ended at or before. Must be the first question asked:
-        a snapshot of our own is taken here, under the lock.
+        Returns a position at or after the end of everything that this reader sees. Must be the first query: a snapshot
+        of our own is taken here, under the lock.
         """
         run = self._connection.execute
         try:
@@ -292,15 +295,17 @@ class SnapshotReader:
             raise _rewritten(schema)
         if seen < self._at_least:
             raise SourceSlow(
-                "the server that is read from is behind",
+                "the server that chunks are read from is behind",
                 behind_bytes=self._at_least - seen,
-                hint="It is tried again. Does the standby follow the source?",
+                hint="It is retried. Check that the standby follows the source.",
             )
         return seen
 
     def lock_schema(self, schema: TableSchema) -> None:
-        """Keep the table's columns as they are until we leave, and refuse if they are others: a name may be another
-        column's by now. Must be the first question asked, as above."""
+        """Lock the table's columns while this reader is open; refuse it if they have changed.
+
+        A name may be another column's by now. Must be the first query, as in `lock_chunk`.
+        """
         try:
             self._lock(sql.SQL("only {}").format(sql.Identifier(schema.table.schema, schema.table.name)))
             same = self._has_columns(schema)
@@ -319,7 +324,7 @@ class SnapshotReader:
     def _has_columns(self, schema: TableSchema) -> bool:
         numbers = schema.facts.numbers if schema.facts else ()
         types = [column.source_type for column in schema.columns]
-        found = self._connection.execute(
+        matching = self._connection.execute(
             _SAME_COLUMNS,
             {
                 "names": schema.names[: len(numbers)],
@@ -328,10 +333,10 @@ class SnapshotReader:
                 "table": schema.relation,
             },
         ).fetchone()
-        return found == (len(numbers),)
+        return matching == (len(numbers),)
 
     def position(self) -> Lsn:
-        """Everything seen until now ended at or before this, and the stream will reach it."""
+        """Return a position at or after everything seen until now. The stream will reach it."""
         return self._point or _sent_position(self._connection)
 
     def rows(
@@ -342,16 +347,18 @@ class SnapshotReader:
         *,
         ordered_by: Sequence[tuple[str, str]] = (),
     ) -> Iterator[pa.RecordBatch]:
-        """The table's rows, or those of a chunk, that fulfil the condition, which is SQL; a chunk's in order, if asked
-        for, of these columns."""
+        """Yield the table's or a chunk's rows that fulfil the SQL condition.
+
+        A chunk's rows are in the order of these columns, if `ordered_by` has any.
+        """
         try:
             yield from self._copied(schema, chunk, condition, ordered_by)
         except ValueUnfit:
-            # Read again to say where the row is: asking for its place from the start would cost every load.
-            placed = replace(schema, columns=(CTID, *schema.columns))
+            # Read again to report where the row is: to select `ctid` from the start would slow down every load.
+            with_ctid = replace(schema, columns=(CTID, *schema.columns))
             again = SnapshotReader(self._url, self._name, self._publications, self._invalid_text_replaced)
             with suppress(SourceError), again:
-                for _ in again._copied(placed, chunk, condition):
+                for _ in again._copied(with_ctid, chunk, condition):
                     pass
             raise
         except SourceError as error:
@@ -360,8 +367,10 @@ class SnapshotReader:
             raise
 
     def _is_changed(self, error: SourceError, schema: TableSchema, chunk: Chunk, condition: str | None) -> bool:
-        """Whether what the server does not find was the table's. A condition may name what never was there: so where
-        there is one, the table itself is asked."""
+        """Return whether what the server did not find belonged to the table.
+
+        A condition may name what never existed: so where there is one, the table itself is checked.
+        """
         if error.fields.get("sqlstate") not in _GONE:
             return False
         if condition is None:
@@ -376,8 +385,10 @@ class SnapshotReader:
     def marked_rows(
         self, schema: TableSchema, chunk: Chunk, condition: str | None = None
     ) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
-        """A chunk's rows, those with values that do not fit too: what these are is told beside the rows, as `_unfit`
-        has it. In a session of its own, after `rows` has failed in this one; in the same snapshot if it has a name."""
+        """Yield a chunk's rows with their `_unfit` column, including rows with unfit values.
+
+        In a session of its own, after `rows` has failed in this one; in the same snapshot if it has a name.
+        """
         source = self._from(schema, chunk, condition)
         try:
             yield from copy_rows_marking_unfit(
@@ -393,21 +404,25 @@ class SnapshotReader:
             raise
 
     def sees_all(self, transactions: Iterable[int]) -> bool:
-        """Whether all these transactions, which have committed, are seen. A commit may wait for a synchronous standby:
-        it is in the stream by then, and in no snapshot."""
-        noted = _take_barrier_snapshot(self._connection, ZERO)
-        return all(noted.sees(transaction) for transaction in transactions)
+        """Return whether all these transactions, which have committed, are visible.
+
+        A commit may wait for a synchronous standby: then it is in the stream, and in no snapshot.
+        """
+        snapshot = _take_barrier_snapshot(self._connection, ZERO)
+        return all(snapshot.sees(transaction) for transaction in transactions)
 
     def rows_by_key(self, schema: TableSchema, keys: pa.Table) -> Iterator[pa.RecordBatch]:
-        """The rows with these keys, as far as they are there."""
+        """Yield the rows with these keys, as far as they exist."""
         types = {column.name: column.source_type for column in schema.columns}
         names, numbers = keys.schema.names, range(keys.num_columns)
-        asked = [texts for key in zip(*keys.columns, strict=True) for texts in itertools.product(*map(key_texts, key))]
-        # As arrays, however many there are: of a list of as many conditions the server's stack would overflow.
+        key_values = [
+            texts for key in zip(*keys.columns, strict=True) for texts in itertools.product(*map(key_texts, key))
+        ]
+        # As arrays, whatever their number: a list of that many conditions would overflow the server's stack.
         wanted = sql.SQL("({}) in (select {} from unnest({}) as asked({}))").format(
             sql.SQL(", ").join(map(sql.Identifier, names)),
             sql.SQL(", ").join(sql.SQL(f"asked.k{n}::{types[name]}") for n, name in enumerate(names)),
-            sql.SQL(", ").join(sql.Literal([texts[n] for texts in asked]) + sql.SQL("::text[]") for n in numbers),
+            sql.SQL(", ").join(sql.Literal([texts[n] for texts in key_values]) + sql.SQL("::text[]") for n in numbers),
             sql.SQL(", ").join(sql.SQL(f"k{n}") for n in numbers),
         )
         yield from self._copied(schema, None, wanted.as_string(self._connection))
@@ -430,12 +445,12 @@ class SnapshotReader:
         )
 
     def _from(self, schema: TableSchema, chunk: Chunk | None, condition: str | None) -> sql.Composed:
-        """The rows of the table that the stream speaks of."""
+        """Return the SQL for the rows of the table that the stream publishes."""
         conditions: list[sql.Composable] = []
         if self._publications is not None:
-            picked = Catalogue(self._connection).row_filter(schema.table, self._publications)
+            row_filter = Catalogue(self._connection).row_filter(schema.table, self._publications)
             # The server's own text, every name in it qualified.
-            conditions += [sql.SQL(f"({picked})")] if picked else []
+            conditions += [sql.SQL(f"({row_filter})")] if row_filter else []
         if condition is not None:
             conditions.append(sql.SQL(f"({condition}\n)"))  # it may end with a comment
         source: sql.Composable
@@ -448,7 +463,7 @@ class SnapshotReader:
         return sql.SQL(" where ").join([query, sql.SQL(" and ").join(conditions)]) if conditions else query
 
     def _table(self, schema: TableSchema) -> tuple[sql.Composable, list[int]]:
-        """The table as a whole, and the partitions of it whose changes are never in the server's log."""
+        """Return the table as a whole, and its partitions that the server does not log."""
         query = """
           select c.relkind = 'p', array(
             select l.oid::int8 from pg_partition_tree(c.oid) t join pg_class l on l.oid = t.relid

@@ -1,4 +1,4 @@
-"""PostgreSQL as a `ChangeCapture`: wires settings to stream, snapshot and lag."""
+"""PostgreSQL as a `ChangeCapture`: connects settings with stream, snapshot and lag."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.validation import require_instance
 
 LOCK_SECONDS_MAX = 5
-"""To wait for a table that somebody has locked, before others wait behind us."""
+"""Time to wait for a locked table, before other sessions wait behind us."""
 
 
 def identify(url: str) -> SourceId:
-    """Which database this is, after checking that it can be captured from."""
+    """Return which database this is, after checking that it can be captured from."""
     with connect(url) as connection:
         preflight.check_server(connection)
     return preflight.identify(url)
@@ -53,30 +53,32 @@ class PostgresCapture:
         require_instance("settings", settings, PostgresSettings, "Give `PostgresSettings(url=…, wanted=…, slot=…, …)`.")
         self.settings = settings
         self._known: dict[int, TableSchema] = {}
-        self.on_publish: Callable[[PublishedTables], None] = lambda told: None
-        """Hears of tables that are about to be published, and again when they are."""
+        self.on_publish: Callable[[PublishedTables], None] = lambda published: None
+        """Called with tables that are about to be published, and again when they are."""
         self._origin: SourceId | None = None
-        """The history that the position is of which it was last prepared for."""
+        """The history of the position that it was last prepared for."""
         self.scan_chunk_bytes = CHUNK_BYTES
-        """What a scan reads in one snapshot of its own, about,"""
+        """About how much a scan reads in one snapshot of its own."""
         self.scan_seconds_max = OPEN_SECONDS_MAX
-        """and how long that may take, whoever takes the rows included."""
+        """Time limit of one such snapshot, including the time the caller takes over the rows."""
         self._published: set[tuple[int, Identity]] | None = None
-        """The tables that were wanted when the publications were last brought in line."""
+        """The wanted tables when the publications were last brought in line."""
 
-    def remember_schemas(self, shapes: Iterable[TableSchema]) -> None:
-        """Learn the last shape that each table was known to have, as a log has it: rows may come of a table that has
-        been changed or dropped since."""
-        self._known.update((shape.relation, shape) for shape in shapes)
+    def remember_schemas(self, schemas: Iterable[TableSchema]) -> None:
+        """Learn the last known schema of each table, as a log has it.
+
+        Rows may be of a table that has been changed or dropped since.
+        """
+        self._known.update((schema.relation, schema) for schema in schemas)
 
     def identify(self) -> SourceId:
-        """Which database this is, after checking that it can be captured from."""
+        """Return which database this is, after checking that it can be captured from."""
         return identify(self.settings.url)
 
     def prepare(self, position: Lsn | None, origin: SourceId | None = None, *, take_over: bool = False) -> Lsn | None:
-        """Make publication and slot; the point a new log begins at, if it is new.
+        """Create publication and slot. Return the position where a new log begins, if it is new.
 
-        `origin` is the history that `position` was read from; with `take_over` whoever reads the slot is ended.
+        `origin` is the history that `position` was read from. With `take_over`, another reader of the slot is ended.
         """
         self._origin = origin
         if position is not None and origin is not None:
@@ -88,22 +90,22 @@ class PostgresCapture:
                 raise ConfigError(
                     "no table at the source matches the settings",
                     source=redacted_url(self.settings.url),
-                    hint="Look at `source.tables` and `source.exclude` (globs are `schema.table`, case included), "
-                    "or in a program at `wanted`.",
-                ).with_option_hint("Look at the option `tables`, case included.")
+                    hint="Check `source.tables` and `source.exclude` (globs are `schema.table`, case included), or "
+                    "in a program `wanted`.",
+                ).with_option_hint("Check the option `tables`, case included.")
             if position is not None:
                 preflight.wait_for_slot(connection, self.settings.slot, take_over=take_over)
             return preflight.ensure_slot(connection, self.settings, position, take_over=take_over)
 
     def unprepare(self) -> None:
-        """Drop the slot that was just made for a new stream: nothing was kept of where that begins."""
+        """Drop the slot that was just created for a new stream. No stored state has its position."""
         if self.settings.slot_create:
             with self._connected() as connection:
                 preflight.drop_slot(connection, self.settings.slot)
 
     @contextmanager
     def _connected(self) -> Iterator[psycopg.Connection]:
-        """A connection for some questions; a server that goes away in the middle of them is told as ours."""
+        """Open a connection for some queries; a failure of the server becomes a Tailrace error."""
         try:
             with connect(self.settings.url) as connection:
                 yield connection
@@ -111,7 +113,7 @@ class PostgresCapture:
             raise map_error(error, self.settings.url) from error
 
     def publish_new(self) -> None:
-        """Bring the publications in line with the tables that are wanted now, if those are others than before."""
+        """Bring the publications in line with the wanted tables, if those have changed."""
         if not self.settings.publication_create:
             return
         with self._connected() as connection:
@@ -125,72 +127,77 @@ class PostgresCapture:
         return {(table.oid, table.identity) for table in preflight.select_tables(connection, self.settings)}
 
     def tables(self) -> list[SourceTable]:
-        """The tables that are wanted, as the catalogue has them now."""
+        """Return the wanted tables, as the catalogue has them now."""
         with self._connected() as connection:
             return preflight.select_tables(connection, self.settings)
 
     @property
     def discovers_tables(self) -> bool:
-        """Whether rows may come of tables that `tables()` did not have before they came."""
+        """True if rows may be of tables that `tables()` did not list before."""
         return False
 
-    def learn_tables(self, shapes: Iterable[TableSchema]) -> None:
-        """Learn of such tables, as a log has them."""
+    def learn_tables(self, schemas: Iterable[TableSchema]) -> None:
+        """Learn such tables, as a log has them."""
 
     def name_at_source(self, table: TableId) -> TableId:
-        """What the source calls a table of `tables()`."""
+        """Return the source's name of a table of `tables()`."""
         return table
 
     def publications_by_table(self) -> dict[TableId, set[str]]:
-        """The publications of ours that hold each table now."""
+        """Return the publications of ours that contain each table now."""
         with self._connected() as connection:
             return preflight.publications_by_table(connection, self.settings)
 
     def definition_versions(self, tables: Sequence[TableId]) -> dict[TableId, str]:
-        """For each table that is there a text that is another one whenever its definition, or its storage, is."""
+        """Return, per existing table, a text that changes with its definition or storage."""
         with self._connected() as connection:
             return Catalogue(connection).definition_versions(tables)
 
     def describe(self, tables: Iterable[TableId], *, unpublished: bool = False) -> dict[TableId, TableSchema]:
-        """The shapes of those that are there, as the catalogue has them now. One that is not published has no column;
-        with `unpublished` it has those that it will have once we have published it, if we may."""
+        """Return the current schemas of those tables that exist.
+
+        A table that is not published has no columns. With `unpublished` it has those that it will have once we have
+        published it, if we may.
+        """
         unpublished = unpublished and self.settings.publication_create
-        found: dict[TableId, TableSchema] = {}
+        schemas: dict[TableId, TableSchema] = {}
         with self._connected() as connection:
             catalogue = Catalogue(connection)
             for table in tables:
                 with suppress(SourceTableMissing), catalogue.one_view():
-                    found[table] = catalogue.describe(table, self.settings.publications, unpublished=unpublished)
-        return found
+                    schemas[table] = catalogue.describe(table, self.settings.publications, unpublished=unpublished)
+        return schemas
 
     def parse_value(self, column: Column, text: str) -> pa.Scalar | None:
-        """A value from the text that the server prints of it; None if the column's type cannot hold it."""
+        """Return the value of a text that the server printed; None if the column's type cannot hold it."""
         return values.parse_value(text, column.type)
 
     def committed_until(self) -> Lsn:
-        """Everything committed until now ends at or before this position."""
+        """Return a position at or after the end of everything committed until now."""
         with self._connected() as connection:
             return preflight.committed_until(connection)
 
     def server_time(self) -> int:
-        """The source's time, µs since 1970: everything committed until now bears this one or an earlier."""
+        """Return the source's time, µs since 1970. Everything committed until now has this time or an earlier one."""
         with self._connected() as connection:
             return preflight.server_time(connection)
 
     def live(self, after: Lsn, origin: SourceId | None = None) -> TimelineStream:
-        """The stream after a position of `origin`, or of what it was prepared for; the server behind the URL may be
-        another one than before."""
+        """Open the stream after a position of `origin` or of the prepared history.
+
+        The server behind the URL may have changed since.
+        """
         origin = origin or self._origin
         catalogue = _LazyCatalogue(self.settings, self._known)
         session = connect_replication(self.settings.url)
         try:
-            # Of this very session: the next one may be answered by another server.
+            # From this very session: the next one may be answered by another server.
             server = (
                 server_history.require_same_history(session, origin, after)
                 if origin
                 else server_history.identify(session)[0]
             )
-            # Asked for less than was confirmed, the server would begin at what was, without a word.
+            # Asked for a position before the confirmed one, the server would silently begin at the confirmed one.
             preflight.ensure_slot(catalogue.connection(), self.settings, after)
             if self._origin is not None:
                 self._origin = replace(self._origin, timeline=server.timeline)
@@ -214,26 +221,26 @@ class PostgresCapture:
         )
 
     def plan(self, table: TableId, cut: ChunkKind, chunk_bytes: int) -> Plan:
-        """The table in chunks, as its files are now: made before the snapshot that the chunks are read in."""
+        """Return the table's chunks for its current files. Call it before the chunks' snapshot is taken."""
         with self._connected() as connection:
             _wait_briefly(connection)
             return plan_table(connection, table, self.settings.publications, cut, chunk_bytes)
 
     def is_unchanged(self, plan: Plan) -> bool:
-        """Whether the table's rows still lie in the files that the plan was made for."""
+        """Return whether the table's rows are still in the files of the plan."""
         with self._connected() as connection:
             _wait_briefly(connection)
             now = find_leaves(connection, plan.schema)
         return {(leaf.oid, leaf.file) for leaf in now} == {(leaf.oid, leaf.file) for leaf in plan.leaves}
 
     def require_valid_condition(self, schema: TableSchema, condition: str) -> None:
-        """Raise ConfigError, with the server's words, unless rows of the table can be picked with this condition."""
+        """Raise ConfigError, with the server's message, unless this condition can select rows of the table."""
         with self._connected() as connection:
             _wait_briefly(connection)
             require_valid_condition(connection, schema, condition)
 
     def wait_for_writers(self, stopping: Callable[[], bool]) -> BarrierSnapshot | None:
-        """What chunks that are read in snapshots of their own begin with."""
+        """Return the snapshot at which a chunked load begins."""
         return wait_for_writers(self.settings.url, self.settings.standby, stopping)
 
     def scan(self, tables: Sequence[TableId], *, live: bool, where: str | None = None) -> PostgresScan:
@@ -244,11 +251,11 @@ class PostgresCapture:
         return resume_scan(self, record)
 
     def open_transactions(self) -> str | None:
-        """What a load that begins waits for, in words."""
+        """Describe the open transactions that a beginning load waits for."""
         return open_transactions(self.settings.url)
 
     def chunk_reader(self, seconds_max: float, at_least: Lsn) -> SnapshotReader:
-        """Reads a chunk in a snapshot of its own, from the standby if there is one."""
+        """Return a reader for a chunk in a snapshot of its own. It reads the standby, if there is one."""
         return SnapshotReader(
             self.settings.standby or self.settings.url,
             None,
@@ -259,7 +266,7 @@ class PostgresCapture:
         )
 
     def row_reader(self, seconds_max: float) -> SnapshotReader:
-        """Reads rows again by their keys, as the source has them now."""
+        """Return a reader that refetches rows by their keys, as the source has them now."""
         return SnapshotReader(
             self.settings.url,
             None,
@@ -273,17 +280,17 @@ class PostgresCapture:
             return preflight.lag(connection, self.settings.slot)
 
     def drop(self) -> list[str]:
-        """Remove slot and publications; what was removed."""
+        """Remove slot and publications; return what was removed."""
         with self._connected() as connection:
-            gone = []
+            removed = []
             if self.settings.slot_create and preflight.drop_slot(connection, self.settings.slot):
-                gone.append(f"slot {self.settings.slot}")
-            gone += [f"publication {name}" for name in preflight.drop_publications(connection, self.settings)]
-            return gone
+                removed.append(f"slot {self.settings.slot}")
+            removed += [f"publication {name}" for name in preflight.drop_publications(connection, self.settings)]
+            return removed
 
 
 class _LazyCatalogue:
-    """A catalogue connection that is opened again when the last one has broken; shapes are asked for rarely."""
+    """A catalogue connection that is reopened after it broke; schemas are rarely looked up."""
 
     def __init__(self, settings: PostgresSettings, known: dict[int, TableSchema]) -> None:
         self._settings = settings
@@ -302,12 +309,12 @@ class _LazyCatalogue:
 
     def describe_messages(self, messages: Sequence[bytes]) -> list[TableSchema]:
         catalogue = Catalogue(self.connection())
-        shapes = catalogue.describe_messages(messages, self._settings.publications, self._known)
-        self._known.update((shape.relation, shape) for shape in shapes)
-        return shapes
+        schemas = catalogue.describe_messages(messages, self._settings.publications, self._known)
+        self._known.update((schema.relation, schema) for schema in schemas)
+        return schemas
 
     def next_transaction(self) -> int:
-        """The server's next 64-bit transaction id: transactions in the stream lie near it."""
+        """Return the server's next 64-bit transaction id: those in the stream are near it."""
         return Catalogue(self.connection()).next_transaction()
 
 

@@ -1,13 +1,15 @@
-"""The live stream: one thread owns the replication connection and reads it lazily; the loop takes windows.
+"""The live stream: one thread owns and reads the replication connection. It reads lazily; the loop takes windows.
 
-What must hold: keep-alives are answered while the loop is busy or holds back; nothing is confirmed that
-`confirm` was not called with; a window handed over is whole transactions, or a part of one that is too large to
-hold, and between its parts nothing else comes. Back-pressure is not reading: the buffer has a limit, and the
-server waits. So memory has a limit whatever the size of a transaction: three buffers, one filling, one waiting,
-one being decoded, and in each room for the largest row.
+What must hold: keep-alives are answered while the loop is busy or holds back. Nothing is confirmed that `confirm` was
+not called with. A delivered window is whole transactions, or a part of one that is too large to hold, and nothing else
+is delivered between its parts.
 
-Waking for every message costs more than the message, so a reader that is behind naps for a moment and then
-takes everything that has arrived.
+Back-pressure is not reading: the buffer has a limit, and the server waits. So memory has a limit whatever the size of a
+transaction. There are three buffers (one filling, one waiting, one being decoded), and each has room for the largest
+row.
+
+Waking for every message costs more than the message. So a reader that is behind naps for a moment and then takes
+everything that has arrived.
 """
 
 from __future__ import annotations
@@ -33,36 +35,40 @@ from tailrace.model.batch import Window
 from tailrace.model.position import Lsn
 
 WINDOW_BYTES = 8 << 20
-"""A window closes at this size,"""
+"""A window closes at this size."""
 WINDOW_SECONDS = 0.010
-"""or at this age while changes trickle in,"""
+"""A window closes at this age while changes trickle in."""
 WINDOW_SECONDS_BEHIND = 0.300
-"""or at this age while there is a backlog, where larger commits are cheaper and nobody waits for the first."""
+"""A window closes at this age while there is a backlog. Then larger commits are cheaper."""
 BIG_BYTES = 16 << 20
-"""A transaction larger than this is handed over in parts of about this size. Twice a window, so that what fits
-into a window never comes in parts, which cost the log a file each; and small, because a part takes several times
-its size while it is decoded and written."""
+"""A transaction larger than this is delivered in parts of about this size.
+
+It is twice a window, so that what fits into a window is never split: each part costs the log a file. It is small,
+because a part takes several times its size while it is decoded and written.
+"""
 BUFFER_BYTES_MAX = 32 << 20
-"""Held back beyond this while the loop is busy."""
+"""Size from which reading stops while the loop is busy."""
 DRAIN_BYTES = 1 << 20
-"""Read between two looks at the clock."""
+"""Bytes read between two looks at the clock."""
 BUSY_BYTES = 20 << 10
 BUSY_BYTES_PER_SECOND = 2 << 20
-"""More than this at once, and at this pace, means that we are behind: after a pause of our own much has gathered
-that is no backlog,"""
+"""Pace above which we count as behind, if more than `BUSY_BYTES` was read at once.
+
+After a pause of our own much has arrived that is not a backlog, so both conditions are needed.
+"""
 BUSY_SECONDS = 0.03
-"""and still are so long after: the server pauses between two large transactions."""
+"""Time for which we still count as behind: the server pauses between two large transactions."""
 NAP_SECONDS = 0.025
-"""While behind. The longer the nap, the more the server sends at once, and the less both sides pay."""
+"""Pause while behind. The longer it is, the more the server sends at once, and the less both sides pay."""
 IDLE_SECONDS = 0.05
 STATUS_SECONDS = 0.1
-"""Confirmations are sent at most this often,"""
+"""Confirmations are sent at most this often."""
 STATUS_SECONDS_MAX = 10.0
-"""and at least this often, or three times in the server's time-out."""
+"""Confirmations are sent at least this often, or three times in the server's time-out."""
 
 
 class _MessageBuffer:
-    """Messages laid end to end, and what is known of them."""
+    """Messages placed end to end, and the state of reading them."""
 
     def __init__(self) -> None:
         self.bytes: Bytes = np.empty(BIG_BYTES + 4 * DRAIN_BYTES, np.uint8)
@@ -71,32 +77,35 @@ class _MessageBuffer:
 
     @property
     def whole(self) -> bool:
-        """Whether there is a whole transaction."""
+        """True if there is a whole transaction."""
         return bool(self.state[wire.WHOLE_MESSAGES])
 
     @property
     def big(self) -> bool:
-        """Whether there is as much of a transaction that has not ended as we ever hold."""
+        """True if an open transaction has reached the most that we ever hold."""
         return int(self.state[wire.BYTES] - self.state[wire.WHOLE_BYTES]) >= BIG_BYTES
 
     @property
     def offered(self) -> tuple[int, int]:
-        """Bytes and messages to hand over: up to the end of the last whole transaction, or all if none is."""
+        """Bytes and messages to deliver.
+
+        They reach to the end of the last whole transaction; without a whole one they are all.
+        """
         if self.whole:
             return int(self.state[wire.WHOLE_BYTES]), int(self.state[wire.WHOLE_MESSAGES])
         return int(self.state[wire.BYTES]), int(self.state[wire.MESSAGES])
 
     @property
     def end(self) -> Lsn:
-        """The position behind what is whole; the kernels see its 64 bits as a signed word."""
+        """The position after the whole transactions. The kernels see its 64 bits as a signed word."""
         return Lsn(int(self.state[wire.END]) % (1 << 64))
 
     def make_room(self) -> None:
-        """Double whatever is full; the pending message may need more."""
+        """Double whichever buffer is full; the pending message may need more."""
         filled = int(self.state[wire.BYTES])
         needed = filled + int(self.state[wire.PENDING_SIZE])
         if self.state[wire.PENDING] and needed > self.bytes.size:
-            # Not `concatenate`: it would touch, and so take, the room that may never be needed.
+            # Not `concatenate`: it would touch, and so allocate, memory that may never be needed.
             larger = np.empty(max(self.bytes.size * 2, needed), np.uint8)
             larger[:filled] = self.bytes[:filled]
             self.bytes = larger
@@ -104,7 +113,7 @@ class _MessageBuffer:
             self.starts = np.concatenate([self.starts, np.zeros(self.starts.size, np.int64)])
 
     def take_rest(self, other: _MessageBuffer) -> None:
-        """Become what `other` holds beyond what it offers."""
+        """Take over what `other` holds after the part that it offers."""
         old = other.state
         self.state[:] = old
         begin, first = other.offered
@@ -140,7 +149,7 @@ class PostgresStream:
         self._last: Window | None = None
         self._connection = session
         self.timeline = timeline
-        """Of the server's history, as this session's server has it."""
+        """The timeline of the server's history, as this session's server has it."""
         self._timeout = _server_timeout(self._connection)
         self._start(settings, after)
         self._wire = wire.Wire(self._connection)
@@ -148,7 +157,7 @@ class PostgresStream:
         self._filling, self._spare = _MessageBuffer(), [_MessageBuffer(), _MessageBuffer()]
         self._ready: _MessageBuffer | None = None
         self._wanted = False
-        """Whether the caller is waiting for a window."""
+        """True while the caller waits for a window."""
         self._decoding = False
         self._end = after
         self._opened_at: float | None = None
@@ -170,7 +179,9 @@ class PostgresStream:
 
     def read(self, after: Lsn, wait_seconds: float) -> Window | None:
         if self._decoding:
-            raise SourceUnreachable("what the server sent was not decoded", hint="The stream is opened again.")
+            raise SourceUnreachable(
+                "data from the server was not decoded", hint="Nothing to do: the stream is opened again."
+            )
         if self._last is not None and after < self._last.end:
             return self._last  # the caller could not keep it
         self._last = None
@@ -187,11 +198,11 @@ class PostgresStream:
         if ready is None:
             # The position must not move between two parts of a transaction.
             return Window(start=after, end=end) if end > after and not self._decoder.inside else None
-        self._decoding = True  # and it stays so if this fails: what is lost here must not be read over
+        self._decoding = True  # stays set if this fails: the lost data must not be skipped
         window = self._decode(ready, after)
         self._decoding = False
         with self._changed:
-            if ready.bytes.size <= 2 * BUFFER_BYTES_MAX:  # one that held a huge row is let go
+            if ready.bytes.size <= 2 * BUFFER_BYTES_MAX:  # one that held a huge row is freed
                 self._spare.append(ready)
         if window is None or (window.is_empty and window.end == after):
             return None
@@ -207,10 +218,10 @@ class PostgresStream:
 
     @property
     def held_bytes(self) -> int:
-        """Read from the server and not taken by the caller yet."""
+        """Bytes read from the server that the caller has not taken yet."""
         with self._changed:
-            held = [self._filling] if self._ready is None else [self._filling, self._ready]
-            return sum(int(buffer.state[wire.BYTES]) for buffer in held)
+            buffers = [self._filling] if self._ready is None else [self._filling, self._ready]
+            return sum(int(buffer.state[wire.BYTES]) for buffer in buffers)
 
     def confirm(self, position: Lsn) -> None:
         self._confirmed = position
@@ -236,11 +247,11 @@ class PostgresStream:
                 self._step()
         except TailraceError as error:
             self._fail(error)
-        except Exception as error:  # the thread's boundary: the caller must hear of anything
+        except Exception as error:  # the thread's boundary: the caller must get any error
             self._fail(
                 SourceError(
                     f"the reading thread failed: {type(error).__name__}: {error}",
-                    hint="Restart the capture; if it comes again, report it.",
+                    hint="Restart the capture; if it happens again, report it.",
                 )
             )
 
@@ -260,11 +271,11 @@ class PostgresStream:
         why = self._wire.drain_messages(buffer.bytes, buffer.starts, buffer.state, filled + DRAIN_BYTES)
         if why == wire.FULL:
             buffer.make_room()
-        got = int(buffer.state[wire.BYTES]) - filled
+        added = int(buffer.state[wire.BYTES]) - filled
         now = time.monotonic()
-        if got and self._opened_at is None:
+        if added and self._opened_at is None:
             self._opened_at = now
-        if got >= BUSY_BYTES and got >= BUSY_BYTES_PER_SECOND * (now - self._drained_at):
+        if added >= BUSY_BYTES and added >= BUSY_BYTES_PER_SECOND * (now - self._drained_at):
             self._behind_until = now + BUSY_SECONDS
         self._drained_at = now
         ended = why in (wire.ENDED, wire.BROKEN)
@@ -279,17 +290,17 @@ class PostgresStream:
         if now < self._behind_until:
             time.sleep(NAP_SECONDS)
         elif self._filling.whole and not self._wanted:
-            # The caller is busy. What comes meanwhile is taken in one go: waking for each message only costs.
+            # The caller is busy. What arrives meanwhile is read in one go: waking for each message only costs.
             with self._changed:
                 self._changed.wait_for(lambda: self._wanted or self._stopping, BUSY_SECONDS)
         else:
             select.select([self._wire.socket], [], [], IDLE_SECONDS)
 
     def _hand_over(self, now: float, *, dry: bool, wanted: bool) -> None:
-        """Offer what is whole to the caller, if it is time and the last offer was taken; or a part of a
-        transaction, if nothing is whole and no more is to be held.
+        """Offer whole transactions, if it is time and the last offer was taken.
 
-        Not before the caller comes for it, unless a window is full: what arrives meanwhile would wait for the next.
+        If none is whole and no more may be held, offer a part of a transaction. Nothing is offered before the caller
+        asks, unless a window is full: what arrives meanwhile would wait for the next window.
         """
         buffer = self._filling
         if self._ready is not None:
@@ -323,7 +334,7 @@ class PostgresStream:
             self._report()
 
     def _report(self) -> None:
-        """Tell the server how far we are; it may discard what lies before."""
+        """Report the confirmed position to the server, which may discard what is before it."""
         confirmed = self._confirmed
         clock = time.time_ns() // 1000 - EPOCH_2000
         message = struct.pack(">cQQQqB", b"r", confirmed.value, confirmed.value, confirmed.value, clock, 0)
@@ -344,6 +355,6 @@ class PostgresStream:
 
 
 def _server_timeout(connection: PGconn) -> float:
-    """Seconds after which the server gives up on a silent reader; no time-out counts as a long one."""
+    """Return the seconds after which the server drops a silent reader. No time-out counts as a long one."""
     row = command(connection, "SELECT setting FROM pg_settings WHERE name = 'wal_sender_timeout'")
     return (int(row[0] or 0) if row else 0) / 1000 or 3600.0

@@ -1,8 +1,8 @@
-"""Which Arrow type a PostgreSQL type arrives as. Anything not named here arrives as its exact text.
+"""The Arrow type of each PostgreSQL type. A type that is not named here arrives as its exact text.
 
-The same answer for stream and snapshot: both come here with a type's number and modifier, domains already
-replaced by what they stand on. `RULES` names every type that a server brings along, and is what the page on
-types is written from.
+Stream and snapshot get the same answer: both ask with a type's number and modifier, with domains already replaced by
+their base types. `RULES` names all types that a server is delivered with. The documentation page on types is generated
+from it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,31 @@ _HEADER = 4  # PostgreSQL's VARHDRSZ, added to every numeric modifier
 _SAMPLE = pa.decimal128(_DIGITS_MAX, 2)
 
 UNFIT_HINT = (
-    "Mend the row at the source, or give the column a type without a limit (text, or numeric without precision), then "
-    "run again: the table is loaded anew. With `tables.on_bad_row: dead-letter` it is loaded without such rows."
+    "Correct the row at the source, or give the column a type without a limit (text, or numeric without "
+    "precision), then run again: the table is reloaded. With `tables.on_bad_row: dead-letter` it is loaded "
+    "without such rows."
 )
 
 
 @dataclass(frozen=True)
 class TypeRule:
-    """What some of PostgreSQL's types arrive as, and what is to be known of their values."""
+    """The Arrow type of some of PostgreSQL's types, and a note on their values."""
 
     arrow: pa.DataType
     types: dict[str, tuple[int, int]]
     """A type's number and that of its array (0: it has none)."""
     note: str
     listed: bool = True
-    """Whether its arrays are lists; else they are text too."""
+    """True if its arrays are lists; otherwise they are text too."""
 
 
 def _text(note: str, types: str) -> TypeRule:
-    """Types that arrive as text, arrays included: `name number array`, one after the other."""
-    found = re.findall(r"(\S+) (\d+) (\d+)", types)
-    return TypeRule(_TEXT, {name: (int(oid), int(array)) for name, oid, array in found}, note, listed=False)
+    """Return a rule for types that arrive as text, arrays included.
+
+    `types` is `name number array`, one after the other.
+    """
+    matches = re.findall(r"(\S+) (\d+) (\d+)", types)
+    return TypeRule(_TEXT, {name: (int(oid), int(array)) for name, oid, array in matches}, note, listed=False)
 
 
 # https://github.com/postgres/postgres/blob/master/src/include/catalog/pg_type.dat holds these numbers;
@@ -111,7 +115,7 @@ RULES: tuple[TypeRule, ...] = (
         "pg_brin_bloom_summary 4600 0 pg_brin_minmax_multi_summary 4601 0 gtsvector 3642 3644",
     ),
 )
-"""Every type that a server brings along."""
+"""All types that a server is delivered with."""
 
 USER_DEFINED_TYPES = {
     "c": ("composite types", 'as `(1,"a b",)`'),
@@ -120,8 +124,10 @@ USER_DEFINED_TYPES = {
     "m": ("multiranges you define", "as `{[1,5)}`"),
     "d": ("arrays of domains", "as `{1,NULL}`"),
 }
-"""By the catalogue's letter: types that are made in a database out of others. They arrive as text, and so do their
-arrays; a domain itself counts as what it stands on."""
+"""By the catalogue's letter: types that a database builds from others.
+
+They arrive as text, and so do their arrays; a domain itself counts as its base type.
+"""
 
 _NUMERIC, _NUMERIC_ARRAY = 1700, 1231
 _SCALARS = {oid: rule.arrow for rule in RULES for oid, _ in rule.types.values()}
@@ -130,7 +136,7 @@ _NUMBERS = frozenset(number for rule in RULES for numbers in rule.types.values()
 
 
 def arrow_type(oid: int, modifier: int) -> pa.DataType:
-    """The Arrow type for a type's number and modifier (-1: none)."""
+    """Return the Arrow type for a type's number and modifier (-1: none)."""
     if oid == _NUMERIC:
         return _decimal(modifier) or _TEXT
     if oid == _NUMERIC_ARRAY:
@@ -140,15 +146,16 @@ def arrow_type(oid: int, modifier: int) -> pa.DataType:
 
 
 def is_known(oid: int, kind: str = "b") -> bool:
-    """Whether it is stated how the type arrives. `kind` is the catalogue's `typtype`, for an array its element's.
+    """Return whether it is documented how the type arrives.
 
-    What is not known is an extension's, or a newer server's: it arrives as its exact text all the same.
+    `kind` is the catalogue's `typtype`, for an array its element's. An unknown type is an extension's, or a newer
+    server's: it arrives as its exact text all the same.
     """
     return oid in _NUMBERS or kind in USER_DEFINED_TYPES
 
 
 def _decimal(modifier: int) -> pa.DataType | None:
-    """decimal(p, s), or None where the values need more than 38 digits or were given no limit."""
+    """Return decimal(p, s); None where the values need more than 38 digits or have no limit."""
     if modifier < _HEADER:
         return None
     precision = ((modifier - _HEADER) >> 16) & 0xFFFF

@@ -1,13 +1,14 @@
-"""Text values, as PostgreSQL prints them, to typed Arrow columns: one pass per column, no object per value.
+"""Converts text values, as PostgreSQL prints them, to typed Arrow columns.
 
-A *cell* is a place in a byte buffer: a start and a length, or `NULL` / `ABSENT` (not sent) as the length.
-A value is converted exactly or it is reported unfit; a cell is never turned into null because it could not
-be read. The stream and the snapshot both end up here, so their values are equal by construction.
+There is one pass per column, and no object per value. A *cell* is a range of a byte buffer: a start and a length, or
+`NULL` / `ABSENT` (not sent) as the length. A value is converted exactly or it is reported unfit; a cell is never turned
+into null because it could not be read. Stream and snapshot both use these functions, so their values are equal by
+construction.
 
-Stated rules: timestamp and date `infinity` become the last, `-infinity` the first instant of the years
-1 to 9999; every finite value that Arrow's type can hold is kept, years before 1 and after 9999 too.
+Documented rules: timestamp and date `infinity` become the last, `-infinity` the first instant of the years 1 to 9999.
+Every finite value that Arrow's type can hold is kept, years before 1 and after 9999 too.
 
-The file is longer than most because every kind of value stands in one place, kernel beside kernel.
+The file is longer than most because it has the kernels of all kinds of values together.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from tailrace.kernels import copy_bytes, kernel
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 Word = Any
-"""A number inside a kernel: there Python's and numpy's integers are one."""
+"""A number inside a kernel, where Python's and numpy's integers are the same."""
 
 NULL, ABSENT = -1, -2
-"""Lengths that are not lengths."""
+"""Lengths that mark a null and an unsent value."""
 
 _NULL, _VALID, _UNFIT = 0, 1, 2
 _COPY_BYTES_MIN = 16
@@ -44,7 +45,7 @@ _INSTANT_LIMIT = (1 << 63) - 1
 _DATE_LIMIT = 1 << 31  # days that fit 32 bits
 
 
-# An unsigned index is no index from the end, so nothing is asked of it, and all of a number is loaded at once.
+# An unsigned index cannot count from the end, so no check is made, and all bytes of a number are loaded at once.
 @kernel
 def u16(b: Bytes, i: Word) -> Word:
     k = np.uint64(i)
@@ -106,7 +107,7 @@ def _booleans(b: Bytes, at: Ints, size: Ints, out: Bytes, state: Bytes) -> None:
 
 @kernel
 def _decimals(b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, precision: Word, scale: Word) -> None:
-    """128-bit little-endian two's complement; `out` holds two unsigned words a row."""
+    """Write decimals as 128-bit little-endian two's complement; `out` has two unsigned words per row."""
     mask = np.uint64(0xFFFFFFFF)
     half = np.uint64(32)
     for r in range(at.size):
@@ -161,7 +162,7 @@ def _decimals(b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, precision:
 
 @kernel
 def _number(b: Bytes, i: Word, end: Word) -> tuple[Word, Word]:
-    """The digits from `i` on: their value and where they end."""
+    """Return the value of the digits from `i` on, and where they end."""
     value = np.int64(0)
     start = i
     while i < end and i - start < 9 and 48 <= b[i] <= 57:
@@ -172,7 +173,7 @@ def _number(b: Bytes, i: Word, end: Word) -> tuple[Word, Word]:
 
 @kernel
 def _days(year: Word, month: Word, day: Word) -> Word:
-    """Days from 1970 in the proleptic Gregorian calendar, for any year (year 0 is 1 BC)."""
+    """Return days from 1970 in the proleptic Gregorian calendar. Year 0 is 1 BC."""
     y = year - 1 if month <= 2 else year
     era = y // 400  # rounds down, before year 0 too
     of_era = y - era * 400
@@ -192,7 +193,10 @@ def _is_word(b: Bytes, at: Word, size: Word, word: Bytes) -> bool:
 
 @kernel
 def _date_at(b: Bytes, i: Word, end: Word) -> tuple[bool, Word, Word]:
-    """Whether a date stands at `i`, its days (BC not yet considered: as year, month, day packed), its end."""
+    """Return whether a date is at `i`, its packed days, and its end.
+
+    Packed are year, month and day; BC is not considered yet.
+    """
     year, j = _number(b, i, end)
     if j == i or j >= end or b[j] != 45:
         return False, 0, i
@@ -212,7 +216,7 @@ def _ends_in_bc(b: Bytes, i: Word, end: Word) -> bool:
 
 @kernel
 def _is_day(year: Word, month: Word, day: Word) -> bool:
-    """Whether the calendar has this day."""
+    """Return whether the calendar has this day."""
     if month < 1 or month > 12 or day < 1 or day > 31:
         return False
     if day <= 28:
@@ -224,7 +228,7 @@ def _is_day(year: Word, month: Word, day: Word) -> bool:
 
 @kernel
 def _packed_days(packed: Word, bc: bool) -> tuple[bool, Word]:
-    """Whether there is such a day, and which it is."""
+    """Return whether there is such a day, and its number."""
     year = packed // 10_000
     if bc:
         year = 1 - year
@@ -260,7 +264,7 @@ def _dates(b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, infinity: Byt
 
 @kernel
 def _time_at(b: Bytes, i: Word, end: Word) -> tuple[bool, Word, Word]:
-    """HH:MM:SS[.ffffff] at `i`: microseconds of the day and where it ends."""
+    """Parse HH:MM:SS[.ffffff] at `i`: microseconds of the day and where it ends."""
     hour, j = _number(b, i, end)
     if j != i + 2 or j >= end or b[j] != 58:
         return False, 0, i
@@ -283,7 +287,7 @@ def _time_at(b: Bytes, i: Word, end: Word) -> tuple[bool, Word, Word]:
 
 @kernel
 def _zone_at(b: Bytes, i: Word, end: Word) -> tuple[bool, Word, Word]:
-    """+HH[:MM[:SS]] at `i`: seconds east and where it ends; nothing there is zero."""
+    """Parse +HH[:MM[:SS]] at `i`: seconds east and where it ends; without a zone, zero."""
     if i >= end or (b[i] != 43 and b[i] != 45):
         return True, 0, i
     sign = 1 if b[i] == 43 else -1
@@ -304,14 +308,14 @@ def _zone_at(b: Bytes, i: Word, end: Word) -> tuple[bool, Word, Word]:
 
 @kernel
 def _two(b: Bytes, i: Word) -> Word:
-    """Two digits; what is not a digit makes it negative or too large for any part of a date."""
+    """Parse two digits. Anything else is negative or too large for any part of a date."""
     tens, ones = np.int64(b[i]) - 48, np.int64(b[i + 1]) - 48
     return tens * 10 + ones if 0 <= tens <= 9 and 0 <= ones <= 9 else -10_000
 
 
 @kernel
 def _common_timestamp(b: Bytes, i: Word, n: Word) -> Word:
-    """`YYYY-MM-DD HH:MM:SS[.ffffff][+00]` without further ado; `_UNCOMMON` for any other form."""
+    """Parse `YYYY-MM-DD HH:MM:SS[.ffffff][+00]` fast; `_UNCOMMON` for any other text."""
     if n < 19 or b[i + 4] != 45 or b[i + 7] != 45 or b[i + 10] != 32 or b[i + 13] != 58 or b[i + 16] != 58:
         return _UNCOMMON
     year = _two(b, i) * 100 + _two(b, i + 2)
@@ -412,7 +416,7 @@ def _hex_digit(c: Word) -> Word:
 
 @kernel
 def _binaries(b: Bytes, at: Ints, size: Ints, offsets: Any, out: Bytes, state: Bytes) -> None:
-    """bytea in hex form: `\\x` and two digits a byte. `offsets` is filled here."""
+    r"""Convert bytea in hex: `\x` and two digits a byte. `offsets` is filled here."""
     j = np.int64(0)
     offsets[0] = 0
     for r in range(at.size):
@@ -438,10 +442,10 @@ def _binaries(b: Bytes, at: Ints, size: Ints, offsets: Any, out: Bytes, state: B
 def _elements(
     b: Bytes, at: Ints, size: Ints, text: Bytes, cell_at: Ints, cell_size: Ints, offsets: Any, state: Bytes
 ) -> Word:
-    """One-dimensional array literals to cells over `text`, which receives the unquoted elements.
+    """Convert one-dimensional array literals to cells over `text`, which receives the unquoted elements.
 
-    Nested arrays and explicit lower bounds are unfit. Returns the number of cells. `text`, `cell_at` and
-    `cell_size` must be as long as all the literals together: an element takes a byte at least.
+    Nested arrays and explicit lower bounds are unfit. Returns the number of cells. `text`, `cell_at` and `cell_size`
+    must be as long as all the literals together: an element takes a byte at least.
     """
     cells, w = np.int64(0), np.int64(0)
     offsets[0] = 0
@@ -501,7 +505,7 @@ def _elements(
 
 @kernel
 def _spread(offsets: Any, child_state: Bytes, state: Bytes) -> None:
-    """An array with an unfit element is unfit."""
+    """Mark an array with an unfit element as unfit."""
     for r in range(state.size):
         for k in range(offsets[r], offsets[r + 1]):
             if child_state[k] == _UNFIT:
@@ -541,7 +545,7 @@ _NOTHING = np.empty(0, np.int64)
 
 @kernel
 def _bitmap(state: Bytes, out: Bytes) -> Word:
-    """Arrow's validity bits; how many are not set."""
+    """Build Arrow's validity bits; return how many are not set."""
     missing = 0
     for r in range(state.size):
         if state[r] == _VALID:
@@ -558,7 +562,7 @@ def _validity(state: Bytes) -> tuple[pa.Buffer | None, int]:
 
 
 def text_column(cells: Cells) -> pa.StringArray:
-    """The cells as strings."""
+    """Return the cells as strings."""
     column, _ = _text(cells, pa.string())
     return column
 
@@ -611,7 +615,7 @@ def _floats(cells: Cells, kind: pa.DataType) -> tuple[pa.Array, Bytes]:
     try:
         return pc.cast(column, kind), state
     except pa.ArrowInvalid:
-        # One that is none spoils the whole cast. It never comes from a server, so one by one will do.
+        # One invalid value fails the whole cast. A server never sends one, so values are then cast one by one.
         pieces = []
         for place in range(len(column)):
             try:
@@ -654,7 +658,7 @@ def _column(cells: Cells, kind: pa.DataType) -> tuple[pa.Array, Bytes]:
 
 
 def convert_cells(cells: Cells, kind: pa.DataType) -> ConvertedColumn:
-    """The cells as a column of the given type."""
+    """Return the cells as a column of the given type."""
     column, state = _column(cells, kind)
     # An unfit cell is null in the column, so a column without nulls has none.
     unfit = np.flatnonzero(state == _UNFIT) if column.null_count else _NOTHING
@@ -662,7 +666,7 @@ def convert_cells(cells: Cells, kind: pa.DataType) -> ConvertedColumn:
 
 
 def parse_value(text: str, kind: pa.DataType) -> pa.Scalar | None:
-    """A value from the text that the server prints of it; None if the type cannot hold it."""
+    """Return the value of a text that the server printed; None if the type cannot hold it."""
     content = text.encode()
     cells = Cells(np.frombuffer(content + bytes(16), np.uint8), np.zeros(1, np.int64), np.array([len(content)]))
     found = convert_cells(cells, kind)
@@ -670,7 +674,7 @@ def parse_value(text: str, kind: pa.DataType) -> pa.Scalar | None:
 
 
 def format_positions(positions: npt.NDArray[np.uint64]) -> pa.StringArray:
-    """Log sequence numbers in the server's own form, e.g. `16/B374D848`."""
+    """Return log sequence numbers as the server prints them, e.g. `16/B374D848`."""
     n = positions.size
     offsets, out = np.empty(n + 1, np.int32), np.empty(17 * n, np.uint8)
     _format_positions(positions, offsets, out)

@@ -1,4 +1,4 @@
-"""Load or compile every kernel by using it once, on bytes made here: no server is needed.
+"""Loads or compiles every kernel by using it once, on bytes made here. No server is needed.
 
 `make setup` calls this so that the first capture does not wait for the compiler.
 """
@@ -33,7 +33,7 @@ def _schema() -> TableSchema:
 def _tuple(mark: bytes, first: bytes) -> bytes:
     values = [first] + [text for _, text in _TEXTS[1:]]
     cells = b"".join(b"t" + struct.pack(">I", len(value)) + value for value in values)
-    # The last value is left out, as the server does with a large value that did not change.
+    # The last value is not sent, as the server does with a large value that did not change.
     return mark + struct.pack(">H", len(values)) + cells
 
 
@@ -60,14 +60,14 @@ def _copy() -> bytes:
 
 
 def warm_kernels() -> None:
-    """After this no kernel of the PostgreSQL capture has to be compiled in this process."""
+    """Compile or load every kernel of the PostgreSQL capture in this process."""
     schema, messages = _schema(), _messages()
     starts = np.zeros(1024, np.int64)
     starts[1 : len(messages) + 1] = np.cumsum([len(message) for message in messages])
     b = np.frombuffer(b"".join(messages), np.uint8).copy()
     window = decode.Decoder(lambda _: [schema]).decode(b, starts, len(messages), ZERO, Lsn(2))
     assert window.rows == 7, window.rows
-    # Which kinds there are is data: what reads one reads all.
+    # The kind of a column is data: a kernel that reads one kind reads all.
     rows = copy_binary.BinaryRows(schema, [copy_binary.PRINTED] * len(_TEXTS))
     copied = np.frombuffer(_copy(), np.uint8).copy()
     assert [batch.num_rows for batch in rows.batches([(copied, copied.size)])] == [1]

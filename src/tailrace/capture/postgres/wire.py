@@ -1,9 +1,8 @@
-"""libpq's copy stream, moved into one contiguous buffer by compiled code.
+"""Moves libpq's copy stream into one contiguous buffer, by compiled code.
 
-Reading a message through Python costs more than the server needs to send it. Here a compiled loop calls
-`PQgetCopyData` on the connection psycopg opened (so TLS, passwords and service files are libpq's business)
-and lays the messages end to end. One thread owns a connection at a time: libpq connections are not
-thread-safe.
+Reading a message through Python costs more than the server needs to send it. Here a compiled loop calls `PQgetCopyData`
+on the connection that psycopg opened, so TLS, passwords and service files are libpq's business. It places the messages
+end to end. One thread owns a connection at a time: libpq connections are not thread-safe.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from tailrace.errors import SourceUnreachable
 from tailrace.kernels import kernel
 
 DRY, FULL, ENDED, BROKEN = 0, 1, 2, 3
-"""Why a drain came back: nothing more to read now; no room left; end of copy; the connection failed."""
+"""Reasons why a drain returns: nothing to read, no room, end of copy, failed connection."""
 
-# Places in the state array that a drain reads and writes.
+# Indices of the state array that a drain reads and writes.
 BYTES, MESSAGES = 0, 1
 """Filled so far."""
 WHOLE_BYTES, WHOLE_MESSAGES = 2, 3
 """Filled up to the end of the last whole transaction, or message outside of one."""
 END = 4
-"""The position behind the last whole transaction, or behind everything if none is open."""
+"""The position after the last whole transaction, or after everything if none is open."""
 OPEN = 5
-"""Whether a transaction has begun and not ended."""
+"""Set while a transaction has begun and not ended."""
 REPLY_WANTED = 6
 PENDING, PENDING_SIZE = 7, 8
-"""A message that found no room: its address and length, taken first by the next drain."""
+"""A message that found no room: its address and length. The next drain takes it first."""
 STATE_SIZE = 9
 
 _ASYNC = 1
@@ -52,14 +51,14 @@ _MESSAGE_LSN_AT = 2
 
 @functools.cache
 def _libpq() -> Ints:
-    """Addresses of the C functions the compiled loops call: get a message, read the socket, free, copy."""
+    """Return the addresses of libpq's functions for the compiled loops: get, read, free, copy."""
     library = ctypes.CDLL(_libpq_path())
     names = (library.PQgetCopyData, library.PQconsumeInput, library.PQfreemem, ctypes.CDLL(None).memcpy)
     return np.array([ctypes.cast(function, ctypes.c_void_p).value for function in names], np.int64)
 
 
 def _libpq_path() -> str:
-    """The very library psycopg uses: the one inside its binary wheel, else the system's."""
+    """Return the library that psycopg uses: the one inside its binary wheel, else the system's."""
     if pq.__impl__ == "binary":
         import psycopg_binary
 
@@ -88,7 +87,10 @@ def _call(typing: Any, address: Any, a: Any, b: Any, c: Any) -> Any:
 
 @kernel
 def _next_message(libpq: Ints, connection: Word, out: Ints, state: Ints) -> Word:
-    """One message at address `out[0]` (to be freed), its length returned; 0 none yet, -1 end, -2 error."""
+    """Store one message's address in `out[0]` (to be freed) and return its length.
+
+    The length is 0 if there is no message yet, -1 at the end, -2 on an error.
+    """
     if state[PENDING] != 0:
         out[0] = state[PENDING]
         state[PENDING] = 0
@@ -108,7 +110,7 @@ def _why(size: Word) -> Word:
 
 @kernel
 def _note(b: Bytes, at: Word, body: Word, starts: Ints, state: Ints) -> None:
-    """A message has been laid at `at`: remember its end, and whether it ends a transaction."""
+    """Record the end of the message at `at`, and whether it ends a transaction."""
     n = state[MESSAGES]
     starts[n] = at
     starts[n + 1] = at + body
@@ -124,15 +126,15 @@ def _note(b: Bytes, at: Word, body: Word, starts: Ints, state: Ints) -> None:
     elif b[at] == _MESSAGE and state[OPEN] == 0 and body >= _MESSAGE_LSN_AT + 8:
         state[WHOLE_BYTES] = at + body
         state[WHOLE_MESSAGES] = n + 1
-        state[END] = u64(b, at + _MESSAGE_LSN_AT)  # where its record ends, as a commit's
+        state[END] = u64(b, at + _MESSAGE_LSN_AT)  # where its record ends, like a commit's
 
 
 @kernel
 def drain_messages(libpq: Ints, connection: Word, b: Bytes, starts: Ints, state: Ints, bytes_max: Word) -> Word:
     """Append replication messages to `b` until `bytes_max` are there or nothing more can be read.
 
-    `starts[k]` is where message k begins, without its envelope, and `starts[k + 1]` where it ends. One that an
-    application wrote outside of a transaction is followed by the server's clock: nothing else says when it was.
+    `starts[k]` is where message k begins, without its envelope, and `starts[k + 1]` where it ends. A message that an
+    application wrote outside of a transaction is followed by the server's clock: nothing else has its time.
     """
     out = np.zeros(1, np.int64)
     head = np.zeros(_KEEPALIVE_SIZE, np.uint8)
@@ -165,7 +167,7 @@ def drain_messages(libpq: Ints, connection: Word, b: Bytes, starts: Ints, state:
 
 @kernel
 def drain_copy(libpq: Ints, connection: Word, b: Bytes, state: Ints, bytes_max: Word) -> Word:
-    """Append the rows of a COPY to `b` until `bytes_max` are there or nothing more can be read."""
+    """Append the rows of a COPY to `b`, up to `bytes_max` or all that can be read."""
     out = np.zeros(1, np.int64)
     while True:
         at = state[BYTES]
@@ -186,7 +188,7 @@ def drain_copy(libpq: Ints, connection: Word, b: Bytes, state: Ints, bytes_max: 
 
 @kernel
 def let_go(libpq: Ints, state: Ints) -> None:
-    """Free the message that found no room: nobody comes for it any more."""
+    """Free the message that found no room: it will not be read any more."""
     if state[PENDING] != 0:
         _call(libpq[2], state[PENDING], 0, 0)
         state[PENDING] = 0
@@ -198,7 +200,7 @@ class Wire:
     def __init__(self, connection: PGconn) -> None:
         self._libpq = _libpq()
         self._connection = connection
-        # Every implementation of the protocol class has it; the class itself does not say so.
+        # All implementations of the protocol class have it; the class itself does not declare it.
         self._pointer = int(connection.pgconn_ptr)  # type: ignore[attr-defined] # see above
 
     @property
@@ -212,12 +214,12 @@ class Wire:
         return int(drain_copy(self._libpq, self._pointer, b, state, bytes_max))
 
     def release_pending(self, state: Ints) -> None:
-        """The last call: what was taken from the connection and not handed on is freed."""
+        """Free what was taken from the connection and not delivered; the last call."""
         let_go(self._libpq, state)
 
 
 def warm() -> None:
-    """Compile the loops: a connection that was never opened has nothing to say."""
+    """Compile the loops, on a connection that was never opened and so has no data."""
     connection = Wire(pq.PGconn.connect_start(b"host=/nonexistent"))
     b, starts, state = np.empty(64, np.uint8), np.zeros(8, np.int64), np.zeros(STATE_SIZE, np.int64)
     connection.drain_messages(b, starts, state, 64)

@@ -1,1 +1,1 @@
-"""What the log stores: commits, sealed files, schemas, and the records beside them."""
+"""The files of the log: commits, sealed files, schemas, and the records next to them."""

@@ -1,8 +1,8 @@
-"""A transaction too large for memory, on its way into the log: its rows are written out as they arrive.
+"""Write a transaction too large for memory into the log as its rows arrive.
 
-The files lie in `big/<commit>/`, under the number of the commit that will name them. Until that commit exists they
-are nobody's: no reader looks for them, and what a crash left is swept by the next writer's first commit.
-Each writer's files bear a token of their own, so a writer that was overtaken cannot touch its successor's.
+The files are in `big/<commit>/`, under the number of the commit that will name them. Until that commit exists no reader
+looks for them. What a crash left is swept by the next writer's first commit. Each writer's files have a token of their
+own, so a writer that was overtaken cannot touch its successor's.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from tailrace.storage.files import LogPath
 class Spill:
     """The rows of one open transaction that are on disk already."""
 
-    def __init__(self, log: LogPath, commit: int, shapes: int) -> None:
+    def __init__(self, log: LogPath, commit: int, announced: int) -> None:
         self._log, self._commit = log, commit
         self._files: list[LogPath] = []
         self.bodies: list[CommitBody] = []
         self.rows = 0
-        self.shapes = shapes
-        """How many versions of shapes the log and these pieces announce."""
+        self.shapes = announced
+        """Number of schema versions that the log and these pieces announce."""
 
-    def write(self, bodies: Sequence[CommitBody], parts: Sequence[bytes | memoryview], rows: int, shapes: int) -> None:
+    def write(
+        self, bodies: Sequence[CommitBody], parts: Sequence[bytes | memoryview], rows: int, announced: int
+    ) -> None:
         """Make one piece of the transaction durable."""
         if not self._files:
             self._folder = self._log / "big" / f"{self._commit:020d}"
@@ -40,11 +42,14 @@ class Spill:
             files.write_new(path, parts)
         self._files.append(path)
         self.bodies += [body._replace(piece=len(self._files)) for body in bodies]
-        self.rows, self.shapes = self.rows + rows, shapes
+        self.rows, self.shapes = self.rows + rows, announced
         failpoints.hit("log.piece_written")
 
     def pieces(self, position: Lsn) -> tuple[BigTransactionFile, ...]:
-        """What the commit's header says of the files, once it is known where the transaction ends."""
+        """Return the entries of the commit's header for these files.
+
+        Call it once the end of the transaction is known.
+        """
         with files.explain_errors(self._folder):
             files.sync_folder(self._folder)
             files.sync_folder(self._folder.parent)
@@ -53,26 +58,32 @@ class Spill:
         )
 
     def discard(self) -> None:
-        """Take back what was written: the transaction will come again from its beginning."""
+        """Remove what was written: the transaction will be read again from its beginning."""
         for path in self._files:
             files.remove(path)
 
 
 def sweep(log: LogPath, newest: CommitHeader) -> None:
-    """Remove the files of transactions that never became a commit, given the newest commit, which is ours."""
+    """Remove the files of transactions that never became a commit.
+
+    `newest` is the newest commit, which is ours.
+    """
     folder = log / "big"
     for below in folder.iterdir() if folder.is_dir() else []:
         if below.name.isdigit():
-            named = _named_by(log, int(below.name), newest)
+            named_files = _named_by(log, int(below.name), newest)
             for path in below.iterdir():
-                if path not in named:
+                if path not in named_files:
                     path.unlink()
-            if not named and isinstance(below, Path):
+            if not named_files and isinstance(below, Path):
                 below.rmdir()
 
 
 def _named_by(log: LogPath, commit: int, newest: CommitHeader) -> set[LogPath]:
-    """The files that a commit names; none if there is no such commit, or it is sealed and gone."""
+    """Return the files that a commit names.
+
+    There are none if the commit does not exist, or is sealed and removed.
+    """
     try:
         header = newest if commit == newest.commit else read_header(commit_path(log, commit))
     except FileNotFoundError:

@@ -1,4 +1,6 @@
-"""The bytes of a commit: one file, a checked header, then the Arrow batches of every table it touches.
+"""Read and write commits, each a file of its own.
+
+It has a checked header, then Arrow batches of every table that the commit touches:
 
 ```text
 0   8 bytes   b"TAILRACE"
@@ -9,12 +11,12 @@
 …             bodies: Arrow record batch messages, each at a multiple of 64
 ```
 
-A body is read with the Arrow schema that `schemas/<table>/<version>.json` holds, less the columns the header
-names as left out. Bodies of a transaction too large for memory lie in files of their own, which the header
-names (`big`). Nothing is delivered from a header or body whose checksum does not fit.
+A body is read with the Arrow schema in `schemas/<table>/<version>.json`, without the columns that the header names as
+left out. Bodies of a transaction too large for memory are in files of their own, which the header names (`big`).
+Nothing is delivered from a header or body whose checksum does not match.
 
-Fields may be added to the header; a reader passes over those it does not know. A change that a reader must know
-of gets another format number. docs/reference/log-format.md says it all.
+Fields may be added to the header; a reader skips those it does not know. A change that readers must know gets another
+format number. docs/reference/log-format.md has the whole format.
 """
 
 from __future__ import annotations
@@ -38,17 +40,13 @@ FORMAT = 1
 MAGIC = b"TAILRACE"
 ALIGNMENT = 64
 HEADER_GUESS = 64 << 10
-"""Read at once in the hope that the whole header is in it, or even the whole commit."""
+"""Bytes of the first read, which usually has the whole header or even commit."""
 HEADER_BYTES_MAX = 64 << 20
 _PREFIX = struct.Struct("<8sII")
 
 
-class CommitCorrupt(LogCorrupt):
-    """A commit's file is not what was written."""
-
-
 class CommitBody(NamedTuple):
-    """One table's rows in a commit: which shape they have, and where they lie."""
+    """One table's rows in a commit: their schema version, and where their bytes are."""
 
     table: int
     schema: int
@@ -63,9 +61,9 @@ class CommitBody(NamedTuple):
     size: int
     crc: int
     piece: int = 0
-    """The file it lies in: 0 is the commit's own, n the n-th of `big`."""
+    """The file that holds it: 0 is the commit's own, n the n-th of `big`."""
     base: int = 0
-    """To be added to every `_seq` that is stored: rows are numbered before it is known where the log stands."""
+    """Added to every stored `_seq`: rows are numbered before the log's own count is known."""
 
 
 _body_values = operator.itemgetter(*CommitBody._fields)
@@ -77,14 +75,14 @@ class BigTransactionFile:
     """A file with rows of a transaction too large for memory."""
 
     file: str
-    """Below the log's folder."""
+    """The path below the log's folder."""
     position: Lsn
-    """`_position` of its rows, which was not known when they were written."""
+    """The `_position` of its rows, which was not known when they were written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommitHeader:
-    """What a commit holds. It names the position it starts from, which is the end of the one before."""
+    """The content of a commit. It starts at the position where the one before ended."""
 
     log: str
     commit: int
@@ -93,22 +91,28 @@ class CommitHeader:
     transactions: int
     rows: int
     next_seq: int
-    """The `_seq` that the first row after this commit will have; the first row of all has 1."""
+    """The `_seq` of the first row after this commit. The first row of all has 1."""
     written_at: int
     committed_at: int | None
-    """The newest of its transactions' times."""
+    """The newest commit time of its transactions."""
     bodies: tuple[CommitBody, ...]
     big: tuple[BigTransactionFile, ...] = ()
     shapes: int = 0
-    """How many versions of shapes had been announced in the `schema` stream by then."""
+    """Number of schema versions announced in the `schema` stream so far."""
     timeline: int = 0
-    """Of the source's history, where it has such; 0 is unknown."""
+    """The timeline of the source's history, where it has one; 0 is unknown."""
     gaps: int = 0
-    """How many places of `gaps.json` the log has passed by then: a log that lost that file is told by it."""
+    """Number of gaps of `gaps.json` that the log has passed so far.
+
+    It shows when a log has lost that file.
+    """
     writer: str = ""
-    """Like no other writer's, where an answer may be lost: by it a writer knows its own commit. Empty on a disk."""
+    """A token unique to the writer, by which it knows its own commit.
+
+    It is needed where an answer may be lost, and empty on a disk.
+    """
     bodies_at: int = 0
-    """Where the bodies begin in the file; not stored."""
+    """Offset of the bodies in the file; not stored."""
 
 
 _HEADER_FIELDS = tuple(field.name for field in fields(CommitHeader) if field.name != "bodies_at")
@@ -119,7 +123,7 @@ def commit_path(log: Path, commit: int) -> Path: ...
 @overload
 def commit_path(log: ObjectPath, commit: int) -> ObjectPath: ...
 def commit_path(log: LogPath, commit: int) -> LogPath:
-    """Where a commit's file stands."""
+    """Return the path of a commit's file."""
     return log / "hot" / f"{commit:020d}.arrow"
 
 
@@ -128,7 +132,7 @@ def align(size: int) -> int:
 
 
 def encode_header(header: CommitHeader) -> bytes:
-    """Prefix, header and padding: everything before the first body."""
+    """Return prefix, header and padding: everything before the first body."""
     stored: dict[str, Any] = {name: getattr(header, name) for name in _HEADER_FIELDS}
     del stored["bodies"]
     stored |= {
@@ -138,7 +142,7 @@ def encode_header(header: CommitHeader) -> bytes:
         "big": [{"file": piece.file, "position": str(piece.position)} for piece in header.big],
     }
     head = json.dumps(stored, separators=(",", ":"))
-    # Written out by hand: a commit may have hundreds of them, and nothing in them needs escaping.
+    # Formatted by hand for speed: a commit may have hundreds of them, and nothing in them needs escaping.
     bodies = ",".join(
         [
             f'{{"table":{table},"schema":{schema},"rows":{rows},"first_seq":{first_seq},"last_seq":{last_seq},'
@@ -168,24 +172,27 @@ def encode_header(header: CommitHeader) -> bytes:
 
 
 def read_header(path: LogPath) -> CommitHeader:
-    """The header of a commit file, checked."""
+    """Return the checked header of a commit file."""
     return read_commit(path)[0]
 
 
 def read_commit(path: LogPath) -> tuple[CommitHeader, bytes]:
-    """The same, and all bytes of the file if it is small, else none."""
+    """Return the checked header, and all bytes of the file if it is small.
+
+    The bytes of a large file are empty.
+    """
     start, length = files.read_start(path, HEADER_GUESS)
     if len(start) < _PREFIX.size:
         raise corrupt_commit_error(path, "it is too short")
     magic, size, crc = _PREFIX.unpack_from(start)
     if magic != MAGIC or size > HEADER_BYTES_MAX:
         raise corrupt_commit_error(path, "it does not begin like a commit")
-    text = start[_PREFIX.size : _PREFIX.size + size]
-    if len(text) < size:
-        text += files.read_range(path, len(start), size - len(text))
-    if len(text) != size or zlib.crc32(text) != crc:
+    header = start[_PREFIX.size : _PREFIX.size + size]
+    if len(header) < size:
+        header += files.read_range(path, len(start), size - len(header))
+    if len(header) != size or zlib.crc32(header) != crc:
         raise corrupt_commit_error(path, "its header does not match its checksum")
-    return _header(path, json.loads(text), align(_PREFIX.size + size)), start if len(start) == length else b""
+    return _header(path, json.loads(header), align(_PREFIX.size + size)), start if len(start) == length else b""
 
 
 def _header(path: LogPath, stored: dict[str, Any], bodies_at: int) -> CommitHeader:
@@ -221,8 +228,10 @@ def _body(stored: dict[str, Any]) -> CommitBody:
 
 def corrupt_commit_error(path: LogPath, why: str) -> LogCorrupt:
     """Return the error for a file that is not what was written."""
-    return CommitCorrupt(
+    error = LogCorrupt(
         f"a commit of the log is damaged: {why}",
         path=path,
         hint=f"Restore the file from a copy of the log. Without one: {NEW_LOG_HINT}",
     )
+    error.damaged_commit = True
+    return error

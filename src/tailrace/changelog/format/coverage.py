@@ -1,9 +1,11 @@
-"""Since when tables' changes are in the log without a gap, in `<log>/published.json`.
+"""Record from which position each table is complete in the log.
 
-Written before tables come into the publication, and again once they are in it. What was written to a table until then
-is not in the log: a mirror that stands before lacks it, and so does whoever reads the log. A table can come in more
-than once, after it was out for a while or because another was made under its name. Each time is kept, since a reader
-may stand before any of them.
+The record is `<log>/published.json`. It is written before a table enters the publication, and again once the table is
+in it. What was written to a table until then is not in the log, so a mirror with an earlier position and an early
+reader of the log lack it.
+
+A table can enter more than once: after it was out for a while, or because another table was made under its name. Each
+start is kept, since a reader may be before any of them.
 """
 
 from __future__ import annotations
@@ -26,74 +28,80 @@ COVERAGE_FILE = "published.json"
 
 
 class CaptureStartKind(enum.Enum):
-    """What a table that comes in was to the log before."""
+    """The history of a table in the log before a start."""
 
     NEW = "new"
-    """Nothing."""
+    """The log had no table of this name."""
     ANOTHER = "another"
-    """Another table of this name was in it."""
+    """Another table of this name was in the log."""
     AGAIN = "again"
-    """It was in it, and was out for a while."""
+    """The table was in the log, and was out for a while."""
     MOVED = "moved"
-    """It goes from one publication of ours to the other, and is in both for a moment."""
+    """The table moves between two publications of ours and is in both for a moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureStart:
-    """One table that comes into the publication."""
+    """One table that enters the publication."""
 
     table: TableId
     relation: int
-    """The source's number of the table that this one is made of."""
+    """The source's number of this table."""
     kind: CaptureStartKind
     commit: int
-    """The log's newest one at the time; it may have been behind the source."""
+    """The log's newest commit at the time; it may have been behind the source."""
     announced_at: Lsn
-    """Where the source was just before."""
+    """The source's position just before."""
     confirmed_at: Lsn | None = None
-    """Where it was once the table was in; None: that is not known, or not so yet."""
+    """The source's position once the table was in; None: unknown, or not in yet."""
 
     @property
     def complete_from(self) -> Lsn:
-        """Nothing of the table is missing that was begun after this."""
+        """The position after which every transaction that begins has its changes in the log."""
         return self.confirmed_at or self.announced_at
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """All that have come in, oldest first."""
+    """All starts of all tables, oldest first."""
 
     starts: tuple[CaptureStart, ...] = ()
 
     def complete_from(self, table: TableId) -> Lsn | None:
-        """A position that nothing of the table is missing after; None: nothing is missing at all."""
+        """Return a position after which no change of the table is missing.
+
+        None: no change is missing at all.
+        """
         return self._last.get(table)
 
     def recaptured_from(self, table: TableId) -> Lsn | None:
-        """The same of a table that was in it before, and was out for a while; None: that never was."""
+        """Return the position from which a table that was out for a while is complete.
+
+        None: the table never was out.
+        """
         return self._again.get(table)
 
     @cached_property
     def _last(self) -> dict[TableId, Lsn]:
-        return {coming.table: coming.announced_at for coming in self.starts if coming.announced_at > ZERO}
+        return {start.table: start.announced_at for start in self.starts if start.announced_at > ZERO}
 
     @cached_property
     def _again(self) -> dict[TableId, Lsn]:
-        return {coming.table: coming.announced_at for coming in self.starts if coming.kind is CaptureStartKind.AGAIN}
+        return {start.table: start.announced_at for start in self.starts if start.kind is CaptureStartKind.AGAIN}
 
 
 def read_coverage(log: LogPath) -> Coverage:
-    """The record; in a log without one nothing is missing."""
+    """Return the record; a log without one has all changes."""
     path = log / COVERAGE_FILE
     try:
         with files.explain_errors_but_missing(path):
             text = path.read_bytes()
-        return Coverage(starts=tuple(map(_coming, records.decode(text, FORMAT)["tables"])))
+        return Coverage(starts=tuple(map(_parse_start, records.decode(text, FORMAT)["tables"])))
     except FileNotFoundError:
         return Coverage()
     except (ValueError, KeyError, TypeError) as error:
         raise LogCorrupt(
-            f"the record of when tables were published cannot be read: {error}",
+            f"the record of table coverage cannot be read: {error}",
             path=path,
             hint=f"Restore it from a copy of the log. Without one: {NEW_LOG_HINT}",
         ) from error
@@ -102,74 +110,80 @@ def read_coverage(log: LogPath) -> Coverage:
 def announce_tables(
     log: LogPath, tables: Sequence[tuple[TableId, int]], since: Lsn, *, commit: int = 0, moved: Collection[int] = ()
 ) -> None:
-    """The tables, each with its number at the source, are about to be published."""
-    known, asked = read_coverage(log).starts, set(tables)
-    # One that was announced and never came in tells nothing.
+    """Record that tables, each with its number at the source, are about to be published."""
+    known, announced = read_coverage(log).starts, set(tables)
+    # A start that was announced and never confirmed says nothing.
     kept = [
-        coming for coming in known if coming.confirmed_at is not None or (coming.table, coming.relation) not in asked
+        start for start in known if start.confirmed_at is not None or (start.table, start.relation) not in announced
     ]
-    comings = [
+    starts = [
         CaptureStart(
             table=table, relation=relation, kind=_kind(kept, table, relation, moved), commit=commit, announced_at=since
         )
         for table, relation in tables
     ]
-    _write(log, [*_needed(log, kept), *comings])
+    _write(log, [*_needed(log, kept), *starts])
 
 
 def confirm_tables(log: LogPath, tables: Sequence[tuple[TableId, int]], whole: Lsn) -> None:
-    """All of these are in now. Those that nothing was written of are in for as long as there is a log."""
+    """Record that all of these tables are in the publication now.
+
+    A table without an earlier record has been in since the log began.
+    """
     known = read_coverage(log).starts
-    inside, recorded = {relation for _, relation in tables}, {coming.relation for coming in known}
-    now = [
-        replace(coming, confirmed_at=whole) if coming.confirmed_at is None and coming.relation in inside else coming
-        for coming in known
+    published, recorded = {relation for _, relation in tables}, {start.relation for start in known}
+    updated = [
+        replace(start, confirmed_at=whole) if start.confirmed_at is None and start.relation in published else start
+        for start in known
     ]
-    now += [
+    updated += [
         CaptureStart(
             table=table, relation=relation, kind=CaptureStartKind.NEW, commit=0, announced_at=ZERO, confirmed_at=ZERO
         )
         for table, relation in tables
         if relation not in recorded
     ]
-    if now != list(known):
-        _write(log, now)
+    if updated != list(known):
+        _write(log, updated)
 
 
 def _kind(known: Sequence[CaptureStart], table: TableId, relation: int, moved: Collection[int]) -> CaptureStartKind:
     if relation in moved:
         return CaptureStartKind.MOVED
-    inside = [coming for coming in known if coming.confirmed_at is not None]
-    if any(coming.relation == relation for coming in inside):
+    confirmed = [start for start in known if start.confirmed_at is not None]
+    if any(start.relation == relation for start in confirmed):
         return CaptureStartKind.AGAIN
-    return CaptureStartKind.ANOTHER if any(coming.table == table for coming in inside) else CaptureStartKind.NEW
+    return CaptureStartKind.ANOTHER if any(start.table == table for start in confirmed) else CaptureStartKind.NEW
 
 
 def _needed(log: LogPath, known: Sequence[CaptureStart]) -> list[CaptureStart]:
-    """The last of each table, and whatever else lies after what is trimmed: nobody reads on from before that."""
-    gone = read_trimmed(log).position
-    last = {(coming.table, coming.relation): coming for coming in known}
-    return [coming for coming in known if coming.announced_at > gone or last[coming.table, coming.relation] is coming]
+    """Return the last start of each table, and every other one after what is trimmed.
+
+    No reader resumes from before that.
+    """
+    trimmed = read_trimmed(log).position
+    last = {(start.table, start.relation): start for start in known}
+    return [start for start in known if start.announced_at > trimmed or last[start.table, start.relation] is start]
 
 
-def _write(log: LogPath, comings: Sequence[CaptureStart]) -> None:
+def _write(log: LogPath, starts: Sequence[CaptureStart]) -> None:
     stored = [
         {
-            "schema": coming.table.schema,
-            "table": coming.table.name,
-            "relation": coming.relation,
-            "kind": coming.kind.value,
-            "commit": coming.commit,
-            "since": str(coming.announced_at),
-            "whole": None if coming.confirmed_at is None else str(coming.confirmed_at),
+            "schema": start.table.schema,
+            "table": start.table.name,
+            "relation": start.relation,
+            "kind": start.kind.value,
+            "commit": start.commit,
+            "since": str(start.announced_at),
+            "whole": None if start.confirmed_at is None else str(start.confirmed_at),
         }
-        for coming in comings
+        for start in starts
     ]
     with files.explain_errors(log / COVERAGE_FILE):
         files.replace_durably(log / COVERAGE_FILE, records.encode({"format": FORMAT, "tables": stored}))
 
 
-def _coming(stored: dict[str, Any]) -> CaptureStart:
+def _parse_start(stored: dict[str, Any]) -> CaptureStart:
     return CaptureStart(
         table=TableId(stored["schema"], stored["table"]),
         relation=stored["relation"],

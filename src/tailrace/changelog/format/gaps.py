@@ -1,11 +1,11 @@
-"""Where the log lacks changes, because the source had discarded them before they were read.
+"""Record the ranges of changes that the log lacks, because the source had discarded them.
 
-    gaps.json   every such place, oldest first: the commit that passes it, and the source's positions on both sides
+`gaps.json` has every gap, oldest first: the commit that passes it, and the source's positions on both sides. Tables
+whose position is before a gap are reloaded, and readers get an error.
 
-Tables that stand before such a place are loaded anew, and readers are told. The record is written before the commit:
-one of a commit that is not there counts for nothing. It is first written before the slot is made, so that after a crash
-in between a slot that is ahead of the log is known to be ours; until that slot is there nothing is missing, and what is
-written so counts for nothing either.
+The record is written before the commit, and counts only if that commit exists. It is first written before the slot is
+created, so that after a crash in between a slot that is ahead of the log is known to be ours. Until that slot exists
+nothing is missing, and such a record does not count either.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ GAPS_FILE = "gaps.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Changes that ended after `start`, and not after `end`, are missing; `commit` leads from one to the other."""
+    """Changes that ended after `start`, up to and including `end`, are missing.
+
+    `commit` leads from one position to the other.
+    """
 
     commit: int
     start: Lsn
@@ -33,22 +36,26 @@ class Gap:
 
     @property
     def is_unconfirmed(self) -> bool:
-        """Whether that is all: the slot was not made, and the commit of this number may be like any other."""
+        """True if the slot was not created.
+
+        The commit of this number may then be any other.
+        """
         return self.start == self.end
 
     @property
     def error(self) -> LogGap:
-        """What whoever follows the log is told."""
+        """The error for a reader that follows the log."""
         return LogGap(
             "the source had discarded changes before they were read",
             after=self.start,
             upto=self.end,
-            hint=f"Read the tables as a whole, then go on after commit {self.commit}: `follow(after={self.commit})`.",
+            hint=f"Read the tables as a whole, then continue after commit {self.commit}: "
+            f"`follow(after={self.commit})`.",
         )
 
 
 def read_gaps(log: LogPath) -> tuple[Gap, ...]:
-    """All that are on record, also those that were only begun; a log without a record has none."""
+    """Return all recorded gaps, unconfirmed ones too; a log without a record has none."""
     path = log / GAPS_FILE
     try:
         with files.explain_errors_but_missing(path):
@@ -64,29 +71,32 @@ def read_gaps(log: LogPath) -> tuple[Gap, ...]:
 
 
 def confirmed_gaps(log: LogPath, newest: int) -> tuple[Gap, ...]:
-    """All that are gaps, if the record tells of as many as the newest commit has passed."""
-    found, path, passed = read_gaps(log), commit_path(log, newest), 0
-    # There may be none yet, or a newer one in its place; one that is damaged is told when it is read.
+    """Return all confirmed gaps.
+
+    Raise LogCorrupt if the record has fewer of them than the newest commit has passed.
+    """
+    gaps, path, passed = read_gaps(log), commit_path(log, newest), 0
+    # The commit may not exist, or be sealed already. A damaged one raises when it is read.
     with suppress(FileNotFoundError, LogCorrupt), files.explain_errors_but_missing(path):
         passed = read_header(path).gaps
-    if passed > sum(gap.commit <= newest for gap in found):
+    if passed > sum(gap.commit <= newest for gap in gaps):
         raise _unreadable(log, "is missing, or older than the log")
-    return tuple(gap for gap in found if not gap.is_unconfirmed)
+    return tuple(gap for gap in gaps if not gap.is_unconfirmed)
 
 
 def _unreadable(log: LogPath, why: str) -> LogCorrupt:
     return LogCorrupt(
-        f"the record of what the log lacks {why}",
+        f"the record of the log's gaps {why}",
         path=log / GAPS_FILE,
         hint=f"Restore it from a copy of the log. Without one: {NEW_LOG_HINT}",
     )
 
 
 def record_gap(log: LogPath, gap: Gap) -> None:
-    """Make it durable that the log's next commit leaves something out."""
+    """Make a gap before the log's next commit durable."""
     with files.explain_errors(log / GAPS_FILE):
         stamp = files.read_stamp(log / GAPS_FILE)
-    known = [*(before for before in read_gaps(log) if before.commit < gap.commit), gap]
+    known = [*(earlier for earlier in read_gaps(log) if earlier.commit < gap.commit), gap]
     stored = [{"commit": item.commit, "start": str(item.start), "end": str(item.end)} for item in known]
     with files.explain_errors(log / GAPS_FILE), files.refuse_second_writer(log / GAPS_FILE):
         files.compare_and_swap(log / GAPS_FILE, records.encode({"format": FORMAT, "gaps": stored}), stamp)

@@ -1,9 +1,9 @@
-"""What was sealed: runs of commits that became Parquet files, one list of files per table.
+"""Read and write seals: runs of commits that became Parquet files.
 
-A *seal* stands for the commits from its first to its last: `cold/<first>-<last>.json` says what they held, where the
-rows are now, and the checksum of every file. Seals may overlap (a wider one replaces narrower ones, which go
-after a grace period); each alone is whole and true, so a reader takes any that covers what it wants and may ask
-again at any time. The rows of a file are in `_seq` order, of one table and one version of its shape.
+A *seal* replaces the commits from its first to its last. `cold/<first>-<last>.json` says what they held, where the rows
+are now, and the checksum of every file. Seals may overlap: a wider one replaces narrower ones, which are removed after
+a grace period. Each alone is complete, so a reader takes any that covers its commits and may look them up again at any
+time. A file has rows of one table and one version of its schema, in `_seq` order.
 """
 
 from __future__ import annotations
@@ -41,25 +41,31 @@ COMMIT_COLUMNS = pa.schema([
     pa.field(name, pa.int64(), nullable=name == "committed_at")
     for name in ("commit", "end", "next_seq", "transactions", "rows", "written_at", "committed_at")
 ])  # fmt: skip
-"""Of `<first>-<last>.commits.parquet`. In a run of commits without rows only the last is listed."""
+"""The columns of `<first>-<last>.commits.parquet`.
+
+In a run of commits without rows only the last is listed.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """One row group of a file. It ends where a commit ends, unless that commit has more rows than fit."""
+    """One row group of a file.
+
+    It ends where a commit ends, unless that commit has more rows than fit.
+    """
 
     rows: int
     first: int
     last: int
-    """The commits its rows come from."""
+    """`first` and `last` are the commits of its rows."""
     last_seq: int
     committed_at: int
-    """Of its last row."""
+    """The commit time of its last row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SealedFile:
-    """Rows of one table and one version of its shape, from a run of commits."""
+    """Rows of one table and one version of its schema, from a run of commits."""
 
     table: int
     schema: int
@@ -72,7 +78,7 @@ class SealedFile:
     truncates: int
     unfit: int
     file: str
-    """Below the log's folder."""
+    """The path below the log's folder."""
     size: int
     crc: int
     groups: tuple[RowGroup, ...]
@@ -80,7 +86,7 @@ class SealedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Seal:
-    """A run of commits, and the files that hold what they held."""
+    """A run of commits, and the files with their rows."""
 
     log: str
     first: int
@@ -98,7 +104,7 @@ class Seal:
     committed_at: int | None
     sealed_at: int
     level: int
-    """0 for commits sealed for the first time; one more each time seals are made one."""
+    """0 for commits sealed for the first time; each merge of seals adds one."""
     commits_size: int
     commits_crc: int
     files: tuple[SealedFile, ...]
@@ -120,10 +126,13 @@ class CommitList:
     end: npt.NDArray[np.int64]
     next_seq: npt.NDArray[np.int64]
     committed_at: npt.NDArray[np.int64]
-    """-1 if it has no transaction."""
+    """The newest commit time of its transactions; -1 if it has none."""
 
     def index_of(self, commit: int) -> int:
-        """Where a commit stands, or the one that speaks for the empty run it was in."""
+        """Return the index of a commit.
+
+        A commit in a run without rows has the index of the one listed for that run.
+        """
         return int(np.searchsorted(self.commit, commit))
 
 
@@ -144,12 +153,12 @@ def commits_path(log: LogPath, stem: str) -> LogPath:
 
 
 def seal_stems(log: LogPath) -> list[tuple[int, int, str]]:
-    """First commit, last commit and name of every seal there is."""
+    """Return first commit, last commit and name of every seal there is."""
     folder = log / "cold"
     with files.explain_errors(folder):
         names = files.list_names(folder) if files.is_remote(folder) or folder.is_dir() else []
-    found = [match for name in names if (match := _NAME.fullmatch(name))]
-    return sorted((int(match[1]), int(match[2]), match[0][:-5]) for match in found)
+    matches = [match for name in names if (match := _NAME.fullmatch(name))]
+    return sorted((int(match[1]), int(match[2]), match[0][:-5]) for match in matches)
 
 
 def encode_seal(seal: Seal) -> bytes:
@@ -159,14 +168,17 @@ def encode_seal(seal: Seal) -> bytes:
 
 
 def read_seal(log: LogPath, stem: str) -> Seal:
-    """A seal, checked; FileNotFoundError if it has been replaced or trimmed meanwhile."""
+    """Return a checked seal.
+
+    Raise FileNotFoundError if it has been replaced or trimmed meanwhile.
+    """
     path = seal_path(log, stem)
     try:
         with files.explain_errors_but_missing(path):
             text = path.read_bytes()
         seal = _seal(records.decode(text, FORMAT))
         if seal.stem != stem:
-            raise ValueError("it belongs to another place")
+            raise ValueError("it belongs to another file name")
         return seal
     except (ValueError, KeyError, TypeError) as error:
         raise sealed_file_error(path, str(error)) from error
@@ -190,41 +202,44 @@ def _only(stored: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
 
 
 def read_commit_list(log: LogPath, seal: Seal) -> CommitList:
-    """The commits of a seal, checked; FileNotFoundError if it has been replaced meanwhile."""
+    """Return the checked commits of a seal.
+
+    Raise FileNotFoundError if it has been replaced meanwhile.
+    """
     table = commits_table(log, seal)
     names = ("commit", "end", "next_seq", "committed_at")
     return CommitList(*(table.column(name).fill_null(-1).to_numpy() for name in names))
 
 
 def commits_table(log: LogPath, seal: Seal) -> pa.Table:
-    """The same with every column."""
+    """Return the checked commits of a seal with every column."""
     path = commits_path(log, seal.stem)
     try:
         check_file(path, seal.commits_size, seal.commits_crc)
         return pq.read_table(files.arrow_source(path), use_threads=False)
     except FileNotFoundError as error:
-        # A seal that is replaced goes first, then its list.
+        # When a seal is replaced, the seal is removed first, then its list.
         with files.explain_store_errors(path):
-            there = files.file_exists(seal_path(log, seal.stem))
-        if there:
+            seal_exists = files.file_exists(seal_path(log, seal.stem))
+        if seal_exists:
             raise sealed_file_error(path, "it is missing") from error
         raise
 
 
 def check_file(path: LogPath, size: int, crc: int) -> None:
     """Refuse a file that is not, byte for byte, what was written."""
-    found, length = checksum_of(path)
-    if length != size or found != crc:
+    checksum, length = checksum_of(path)
+    if length != size or checksum != crc:
         raise sealed_file_error(path, "it does not match its checksum")
 
 
 def checksum_of(path: LogPath) -> tuple[int, int]:
-    """CRC-32 and length of a file; FileNotFoundError if it is gone."""
+    """Return CRC-32 and length of a file; raise FileNotFoundError if it is gone."""
     crc = length = 0
     if isinstance(path, ObjectPath):
         with files.explain_errors_but_missing(path):
-            found = files.cached_view(path)
-        return zlib.crc32(found), len(found)
+            content = files.cached_view(path)
+        return zlib.crc32(content), len(content)
     with files.explain_errors_but_missing(path), path.open("rb", buffering=0) as file:
         while chunk := file.read(CRC_STEP):
             crc = zlib.crc32(chunk, crc)
@@ -233,7 +248,7 @@ def checksum_of(path: LogPath) -> tuple[int, int]:
 
 
 def sealed_file_error(path: LogPath, why: str) -> LogCorrupt:
-    """The error for a sealed file that is not what was written."""
+    """Return the error for a sealed file that is not what was written."""
     return LogCorrupt(
         f"a sealed file of the log is damaged: {why}",
         path=path,
@@ -242,91 +257,97 @@ def sealed_file_error(path: LogPath, why: str) -> LogCorrupt:
 
 
 _Seen = tuple[tuple[int, int] | _Stems, float, tuple[Seal, ...]]
-"""What told the last look from the one before, when it was, and what it found: all of one look, whoever looks too."""
+"""One look: the folder's stamp or listing, the time, and the seals found.
+
+They are one value, so that every thread sees all of one look.
+"""
 
 
 class SealIndex:
-    """The seals of a log that together cover it, oldest first; `refresh` looks again. Any thread may, and ask."""
+    """The seals that together cover a log, oldest first; any thread may use it."""
 
     def __init__(self, log: LogPath, log_id: str | None = None) -> None:
         self._log = log
         self._log_id = log_id
-        self._read: dict[str, Seal] = {}
+        self._seals_by_stem: dict[str, Seal] = {}
         self._lists: dict[str, CommitList] = {}
-        """Neither is changed in place: another thread may be at it."""
+        """Neither dict is changed in its current object: another thread may be reading it."""
         self._seen: _Seen = ((-1, -1), 0, ())
 
     @property
     def seals(self) -> tuple[Seal, ...]:
-        """As they were at the last look."""
+        """The seals of the last look."""
         return self._seen[2]
 
     @property
     def last_commit(self) -> int:
-        """The last sealed commit; 0 if nothing is."""
+        """The last sealed commit; 0 if nothing is sealed."""
         seals = self.seals
         return seals[-1].last if seals else 0
 
     def refresh(self, within: float = 0.0) -> bool:
-        """Take in what was sealed, joined or trimmed since; whether there may have been something.
+        """Load what was sealed, merged or trimmed since; return true if something may have changed.
 
-        Where a look costs a request, one that is so many seconds old counts.
+        Where a look costs a request, one `within` so many seconds will do.
         """
         if files.is_remote(self._log):
             return self._refresh_remote(within)
         try:
-            found = os.stat(str(self._log / "cold"))
+            status = os.stat(str(self._log / "cold"))
         except FileNotFoundError:
             return False
-        stamp = (found.st_mtime_ns, found.st_ino)
-        known, looked, _ = self._seen
-        # A folder's time has the grain of the kernel's clock: two changes may share one.
-        if stamp == known and looked > found.st_mtime_ns + _GRAIN_NS:
+        stamp = (status.st_mtime_ns, status.st_ino)
+        known, looked_at, _ = self._seen
+        # A folder's time has the kernel clock's resolution: two changes may have the same time.
+        if stamp == known and looked_at > status.st_mtime_ns + _GRAIN_NS:
             return False
-        looked = time.time_ns()
-        self._seen = stamp, looked, self._taken(seal_stems(self._log))[1]
+        looked_at = time.time_ns()
+        self._seen = stamp, looked_at, self._load(seal_stems(self._log))[1]
         return True
 
     def _refresh_remote(self, within: float) -> bool:
-        known, listed, seals = self._seen
-        if within and time.monotonic() < listed + within:
+        known, listed_at, seals = self._seen
+        if within and time.monotonic() < listed_at + within:
             return False
-        listed, found = time.monotonic(), seal_stems(self._log)
-        changed = found != known
+        listed_at, stems = time.monotonic(), seal_stems(self._log)
+        changed = stems != known
         if changed:
-            found, seals = self._taken(found)
-        self._seen = found, listed, seals
+            stems, seals = self._load(stems)
+        self._seen = stems, listed_at, seals
         return changed
 
-    def _taken(self, found: _Stems) -> tuple[_Stems, tuple[Seal, ...]]:
-        """What makes up the chain of the seals that were found, or of those that are there by then."""
+    def _load(self, stems: _Stems) -> tuple[_Stems, tuple[Seal, ...]]:
+        """Return the listing and the seals of its chain.
+
+        If files vanish meanwhile, it is listed again.
+        """
         for _ in range(_LOOKS_MAX):
             try:
-                seals = tuple(self._read.get(stem) or self._read_seal(stem) for stem in _chain(found))
+                seals = tuple(self._seals_by_stem.get(stem) or self._read_seal(stem) for stem in _chain(stems))
                 break
             except FileNotFoundError:
-                found = seal_stems(self._log)  # replaced between listing and reading: the wider one is there now
+                stems = seal_stems(self._log)  # replaced between listing and reading: the wider one is there now
         else:
-            raise sealed_file_error(self._log / "cold", "its files come and go")
-        self._read = read = {seal.stem: seal for seal in seals}
+            raise sealed_file_error(self._log / "cold", "its files keep changing")
+        self._seals_by_stem = read = {seal.stem: seal for seal in seals}
         self._lists = {stem: known for stem, known in self._lists.items() if stem in read}
-        return found, seals
+        return stems, seals
 
     def _read_seal(self, stem: str) -> Seal:
         seal = read_seal(self._log, stem)
         if self._log_id not in (None, seal.log):
-            raise sealed_file_error(seal_path(self._log, stem), "it belongs to another place")
+            raise sealed_file_error(seal_path(self._log, stem), "it belongs to another log")
         return seal
 
     def covering(self, commit: int) -> Seal | None:
-        """The seal that holds a commit."""
+        """Return the seal that holds a commit; None if no seal does."""
         seals = self.seals
-        place = bisect.bisect_left(seals, commit, key=lambda seal: seal.last)
-        found = seals[place] if place < len(seals) else None
-        return found if found is not None and found.first <= commit else None
+        index = bisect.bisect_left(seals, commit, key=lambda seal: seal.last)
+        seal = seals[index] if index < len(seals) else None
+        return seal if seal is not None and seal.first <= commit else None
 
     def commit_list(self, seal: Seal) -> CommitList:
-        """The commits of a seal; of the seals asked for last they are remembered."""
+        """Return the commits of a seal; the lists used last are cached."""
         known = self._lists.get(seal.stem)
         if known is None:
             known = read_commit_list(self._log, seal)
@@ -334,7 +355,10 @@ class SealIndex:
         return known
 
     def commit_list_near(self, seal: Seal) -> CommitList:
-        """The commits of a seal, or of the one that has replaced it. Of one that is gone, only its end is left."""
+        """Return the commits of a seal, or of the seal that replaced it.
+
+        For a trimmed one only its end is left.
+        """
         try:
             return self.commit_list(seal)
         except FileNotFoundError:
@@ -346,22 +370,23 @@ class SealIndex:
             return CommitList(*(np.array([value]) for value in (seal.last, seal.end.value, seal.next_seq, newest)))
 
 
-def _chain(found: list[tuple[int, int, str]]) -> list[str]:
-    """Seals one after another, each time the one that reaches furthest: it stands for those inside it.
+def _chain(stems: list[tuple[int, int, str]]) -> list[str]:
+    """Return the names of the seals that cover the log, in order.
 
-    Where the log was trimmed the first does not begin at commit 1; a gap after it ends the chain.
+    At each step it takes the widest: it replaces those inside it. Where the log was trimmed the first does not begin at
+    commit 1. A gap after it ends the chain.
     """
     chain: list[str] = []
-    reached = found[0][0] - 1 if found else 0
-    place = 0
+    covered_to = stems[0][0] - 1 if stems else 0
+    index = 0
     while True:
         best: tuple[int, int, str] | None = None
-        while place < len(found) and found[place][0] <= reached + 1:
-            if best is None or found[place][1] > best[1]:
-                best = found[place]
-            place += 1
+        while index < len(stems) and stems[index][0] <= covered_to + 1:
+            if best is None or stems[index][1] > best[1]:
+                best = stems[index]
+            index += 1
         if best is None:
             return chain
-        if best[1] > reached:
+        if best[1] > covered_to:
             chain.append(best[2])
-            reached = best[1]
+            covered_to = best[1]

@@ -1,7 +1,8 @@
-"""What the log no longer holds, so that whoever comes too late is told instead of served a part.
+"""Record what was trimmed from the log.
 
-Rows go per table: `last_seq` is the last row of a table that was let go, and whoever has covered that row lacks
-nothing. The record is written before anything is removed: after a crash in between, more is kept than it says.
+A late reader then gets an error instead of a part. Rows are trimmed per table: `last_seq` is a table's last trimmed
+row, and a reader that has covered that row lacks nothing. The record is written before anything is removed. After a
+crash in between, the log holds more than the record says.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ TRIMMED_FILE = "trimmed.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TrimmedTable:
-    """What of one table is gone."""
+    """The trimmed rows of one table."""
 
     last_seq: int
     commit: int
-    """The commit that row was in."""
+    """The commit of that row."""
     rows: int
     bytes: int
     why: str = "retention"
@@ -33,10 +34,10 @@ class TrimmedTable:
 
 @dataclass(frozen=True, kw_only=True)
 class TrimRecord:
-    """What is gone of the whole log."""
+    """All that is trimmed from the log."""
 
     commit: int = 0
-    """Every commit up to this one is gone altogether."""
+    """Every commit up to this one is trimmed as a whole."""
     position: Lsn = ZERO
     next_seq: int = 1
     transactions: int = 0
@@ -44,21 +45,21 @@ class TrimRecord:
     tables: dict[int, TrimmedTable] = field(default_factory=dict)
 
     def trimmed_after(self, table: int, seq: int) -> TrimmedTable | None:
-        """What is gone of the table after a row; None if nothing is."""
-        gone = self.tables.get(table)
-        return gone if gone is not None and gone.last_seq > seq else None
+        """Return what is trimmed of the table after a row; None if nothing is."""
+        trimmed = self.tables.get(table)
+        return trimmed if trimmed is not None and trimmed.last_seq > seq else None
 
     def is_trimmed(self, table: int, last_seq: int) -> bool:
-        """Whether rows of a table up to this one are gone."""
-        gone = self.tables.get(table)
-        return gone is not None and last_seq <= gone.last_seq
+        """Return true if rows of a table up to this one are trimmed."""
+        trimmed = self.tables.get(table)
+        return trimmed is not None and last_seq <= trimmed.last_seq
 
 
 NOTHING_TRIMMED = TrimRecord()
 
 
 def read_trimmed(log: LogPath) -> TrimRecord:
-    """The record; a log without one has lost nothing."""
+    """Return the record; a log without one has lost nothing."""
     path = log / TRIMMED_FILE
     try:
         with files.explain_errors_but_missing(path):
@@ -83,7 +84,10 @@ def read_trimmed(log: LogPath) -> TrimRecord:
 
 
 def write_trimmed(log: LogPath, trimmed: TrimRecord, before: FileStamp | None = None) -> None:
-    """Make the record durable, in place of the one that was stamped so before; only then may files go."""
+    """Make the record durable; it replaces the one with the stamp `before`.
+
+    Only then may files be removed.
+    """
     stored: dict[str, Any] = {
         "format": FORMAT,
         "commit": trimmed.commit,

@@ -1,1 +1,1 @@
-"""Sealing, trimming and verifying the log."""
+"""Maintenance of the log: sealing, merging of seals, trimming and verifying."""

@@ -1,10 +1,10 @@
-"""Keeps the log in order beside the one who writes it: seals, joins, cleans up and trims, at low priority.
+"""Maintain the log at low priority, in a process next to the capture.
 
-Nothing depends on it but the number of files and the room they take: it may fail, fall behind or be killed, and
-capture goes on. It has a process of its own: in a thread of the capture process, one that is to wait for others would
-keep the interpreter's lock from them while it waits.
+It seals, merges, cleans and trims. Only the number of files and the room they take depend on it. It may fail, fall
+behind or be killed, and capture continues. It has a process of its own: a thread of the capture process would keep the
+interpreter's lock from the other threads while it waits.
 
-What the process is to do comes on its stdin, what it has to say goes to its stdout, and it ends when its stdin does.
+The process gets its orders on stdin, reports on stdout, and ends when its stdin does.
 """
 
 from __future__ import annotations
@@ -39,87 +39,98 @@ log = logging.getLogger(__name__)
 
 TRIM_EVERY_SECONDS = 10.0
 STOP_SECONDS_MAX = 10.0
-"""For the round under way. What it leaves unfinished is swept and done again."""
+"""Seconds for the round under way; what it leaves unfinished is swept and done again."""
 NICE = 10
-_MAIN = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from {__name__} import main; main()"
-"""Ctrl-C is meant for the one who starts it, also while it imports."""
-_USUAL = frozenset(vars(logging.makeLogRecord({})))
+_PROGRAM = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from {__name__} import main; main()"
+"""The process's program. It ignores Ctrl-C, which is meant for its parent, even while it imports."""
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({})))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaintenancePolicy:
-    """When commits are sealed, and what is kept."""
+    """Rules that say when commits are sealed, and what is kept."""
 
     seal_bytes: int = 128 << 20
     seal_commits: int = 4_096
     seal_seconds: float = 600.0
-    """The unsealed commits are sealed when they pass one of these; the last is the age of the oldest."""
+    """The age of the oldest unsealed commit that makes a seal due.
+
+    Unsealed commits are sealed when they pass `seal_bytes`, `seal_commits` or this.
+    """
     grace_seconds: float = GRACE_SECONDS
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     check_seconds: float = 1.0
     retry_seconds: float = 30.0
-    """How often to look whether something is due, and how long to wait after a failure."""
+    """Seconds to wait after a failure; `check_seconds` is the wait between two checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaintenanceResult:
-    """What one round did."""
+    """The result of one round."""
 
     sealed: SealResult = field(default_factory=SealResult)
     trimmed: TrimResult = field(default_factory=TrimResult)
 
 
 class UnsealedCommits:
-    """How much is waiting to be sealed, counted as it comes."""
+    """The commits that wait to be sealed, counted as they arrive."""
 
     def __init__(self, change_log: ChangeLog) -> None:
         self._log = change_log
-        self._found: dict[int, tuple[int, float]] = {}
-        """By commit, in order: its bytes, and when we first saw it. By our own clock: the machine's may jump."""
+        self._unsealed_sizes: dict[int, tuple[int, float]] = {}
+        """Bytes and time of the first look, by commit, in order.
 
-    def is_seal_due(self, keeping: MaintenancePolicy) -> bool:
-        """Whether it is time to seal."""
+        The time is by our own clock: the machine's may jump.
+        """
+
+    def is_seal_due(self, policy: MaintenancePolicy) -> bool:
+        """Return true if it is time to seal."""
         newest = self._log.newest()
         self._log.seal_index.refresh()
         first = max(self._log.seal_index.last_commit, self._log.trimmed().commit) + 1
         now = time.monotonic()
-        known = max(first, max(self._found, default=0) + 1)
+        known = max(first, max(self._unsealed_sizes, default=0) + 1)
         if known <= newest:
             sizes = _sizes_from(self._log.path, known)
-            self._found |= {commit: (sizes[commit], now) for commit in range(known, newest + 1) if commit in sizes}
-        self._found = {commit: found for commit, found in self._found.items() if commit >= first}
-        if not self._found:
+            self._unsealed_sizes |= {
+                commit: (sizes[commit], now) for commit in range(known, newest + 1) if commit in sizes
+            }
+        self._unsealed_sizes = {commit: entry for commit, entry in self._unsealed_sizes.items() if commit >= first}
+        if not self._unsealed_sizes:
             return False
-        _, since = next(iter(self._found.values()))
+        _, oldest_seen = next(iter(self._unsealed_sizes.values()))
         return (
-            len(self._found) >= keeping.seal_commits
-            or sum(size for size, _ in self._found.values()) >= keeping.seal_bytes
-            or now - since >= keeping.seal_seconds
+            len(self._unsealed_sizes) >= policy.seal_commits
+            or sum(size for size, _ in self._unsealed_sizes.values()) >= policy.seal_bytes
+            or now - oldest_seen >= policy.seal_seconds
         )
 
 
 def _sizes_from(path: LogPath, first: int) -> dict[int, int]:
-    """What commits from one on take, by their numbers."""
+    """Return the bytes of each commit from one on."""
     before = commit_path(path, first - 1).name
     with files.explain_errors(path):
-        hot = files.file_sizes(path / "hot", before)
-        found = {int(file.stem): size for file, size in hot.items() if file.stem.isdigit()}
+        commit_sizes = files.file_sizes(path / "hot", before)
+        sizes = {int(file.stem): size for file, size in commit_sizes.items() if file.stem.isdigit()}
         for piece, size in files.file_sizes(path / "big", before.partition(".")[0] + "~").items():
-            if (number := piece.parent.name).isdigit() and int(number) in found:
-                found[int(number)] += size
-    return found
+            if (number := piece.parent.name).isdigit() and int(number) in sizes:
+                sizes[int(number)] += size
+    return sizes
 
 
 class LogMaintenance:
-    """The process, seen from the one who captures. Rounds are bounded; `stop` waits for the one under way."""
+    """The maintenance process, seen from the capture process.
 
-    def __init__(self, path: LogPath, keeping: MaintenancePolicy) -> None:
-        self._work = (path, keeping, log.getEffectiveLevel())
-        self._keeping = keeping
+    Rounds are bounded; `stop` waits for the one under way.
+    """
+
+    def __init__(self, path: LogPath, policy: MaintenancePolicy) -> None:
+        self._orders = (path, policy, log.getEffectiveLevel())
+        self._policy = policy
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._watch, name="tailrace-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="tailrace-log-maintenance", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -128,7 +139,7 @@ class LogMaintenance:
         with self._lock:
             self._stopping.set()
             if self._process is not None and self._process.stdin is not None:
-                with suppress(OSError):  # it died before it read what it is to do
+                with suppress(OSError):  # it died before it read its orders
                     self._process.stdin.close()
         if self._thread.is_alive():
             self._thread.join(STOP_SECONDS_MAX)
@@ -137,129 +148,132 @@ class LogMaintenance:
             self._thread.join()
 
     def _watch(self) -> None:
-        """Have a process as long as one is wanted. The kernel ends it with this thread, if nothing else does."""
-        wait = self._keeping.check_seconds
+        """Keep a process running until `stop`.
+
+        If nothing else ends the process, the kernel does when this thread ends.
+        """
+        wait = self._policy.check_seconds
         while not self._stopping.wait(wait):
-            wait = self._keeping.retry_seconds
+            wait = self._policy.retry_seconds
             try:
-                code = self._attend()
+                code = self._run_process()
             except OSError as error:  # too many processes or files, or too little memory
-                said = {"reason": str(error), "wait": wait}
-                log.warning("keeper could not be started, will be tried again", extra=said)
+                fields = {"reason": str(error), "wait": wait}
+                log.warning("log maintenance could not be started, will be tried again", extra=fields)
                 continue
             if not self._stopping.is_set():
-                log.warning("keeper ended, will be started again", extra={"exit_code": code, "wait": wait})
+                log.warning("log maintenance ended, will be started again", extra={"exit_code": code, "wait": wait})
 
-    def _attend(self) -> int:
-        """Start a process and log what it says until it ends; its exit code."""
+    def _run_process(self) -> int:
+        """Start a process and log its reports until it ends; return its exit code."""
         with self._lock:
             if self._stopping.is_set():
                 return 0
-            command = [sys.executable, "-c", _MAIN]
+            command = [sys.executable, "-c", _PROGRAM]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             self._process = process
         assert process.stdin is not None, "a pipe"
         assert process.stdout is not None, "a pipe"
         with process:
-            with suppress(OSError, ValueError):  # it has ended already, or is to end
-                pickle.dump(self._work, process.stdin)
+            with suppress(OSError, ValueError):  # it has ended, or is about to
+                pickle.dump(self._orders, process.stdin)
                 process.stdin.flush()
             for line in process.stdout:
-                with suppress(ValueError, KeyError, TypeError):  # not ours: something printed
-                    said = json.loads(line)
-                    logging.getLogger(said["logger"]).log(said["level"], said["message"], extra=said["extra"])
+                with suppress(ValueError, KeyError, TypeError):  # not a record of ours: something printed
+                    record = json.loads(line)
+                    logging.getLogger(record["logger"]).log(record["level"], record["message"], extra=record["extra"])
         return process.returncode
 
 
 class _LogRelay(logging.Handler):
-    """Hands what is logged to the process that started us."""
+    """Sends log records to the parent process."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        said = {
+        fields = {
             "logger": record.name,
             "level": record.levelno,
             "message": record.getMessage(),
-            "extra": {name: value for name, value in vars(record).items() if name not in _USUAL},
+            "extra": {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS},
         }
-        with suppress(OSError, ValueError):  # nobody listens any more
-            os.write(sys.stdout.fileno(), json.dumps(said, default=str).encode() + b"\n")
+        with suppress(OSError, ValueError):  # the parent no longer reads
+            os.write(sys.stdout.fileno(), json.dumps(fields, default=str).encode() + b"\n")
 
 
 def main() -> None:
-    """The process."""
+    """Run the maintenance process."""
     die_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the one who started us, who then ends us
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the parent, which then ends us
     os.nice(NICE)
     try:
-        path, keeping, level = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the one who started us
-    except EOFError:  # stopped before it began
+        path, policy, level = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our parent process
+    except EOFError:  # stopped before it started
         return
     logging.getLogger("tailrace").setLevel(level)
     logging.getLogger().addHandler(_LogRelay())
-    maintain(path, keeping, lambda seconds: bool(select.select([sys.stdin], [], [], seconds)[0]))
+    maintain(path, policy, lambda seconds: bool(select.select([sys.stdin], [], [], seconds)[0]))
 
 
-def maintain(path: LogPath, keeping: MaintenancePolicy, stopped: Callable[[float], bool]) -> None:
-    """Keep the log in order until `stopped`, which waits so many seconds for the answer."""
-    tended: _MaintainedLog | None = None
+def maintain(path: LogPath, policy: MaintenancePolicy, stopped: Callable[[float], bool]) -> None:
+    """Maintain the log until `stopped`, which waits so many seconds for its answer."""
+    maintained: _MaintainedLog | None = None
     wait = 0.0
     while not stopped(wait):
-        wait = keeping.check_seconds
+        wait = policy.check_seconds
         try:
-            tended = tended or _MaintainedLog(path, keeping)
-            tended.run_due()
+            maintained = maintained or _MaintainedLog(path, policy)
+            maintained.run_due()
         except LogBusy:
-            continue  # someone seals by hand
+            continue  # another process seals
         except TailraceError as error:
-            tended = None  # sweep what was begun before beginning again
+            maintained = None  # the next try sweeps what this one left
             level = logging.ERROR if isinstance(error, LogCorrupt) else logging.WARNING
-            said = {"code": error.code, "reason": error.message}
-            log.log(level, "the log could not be put in order, tried again", extra=said)
-            wait = keeping.retry_seconds
-        except Exception as error:  # the process's boundary: it is to go on
-            tended = None
+            fields = {"code": error.code, "reason": error.message}
+            log.log(level, "log maintenance failed, will be tried again", extra=fields)
+            wait = policy.retry_seconds
+        except Exception as error:  # the process's boundary: it must continue
+            maintained = None
             last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(last.filename).name}:{last.lineno}"
-            log.exception("keeper failed", extra={"reason": type(error).__name__, "at": place})
-            wait = keeping.retry_seconds
+            location = f"{Path(last.filename).name}:{last.lineno}"
+            log.exception("log maintenance failed unexpectedly", extra={"reason": type(error).__name__, "at": location})
+            wait = policy.retry_seconds
 
 
 class _MaintainedLog:
-    """The log, swept once, and what is waiting in it."""
+    """The log, swept once, and its unsealed commits."""
 
-    def __init__(self, path: LogPath, keeping: MaintenancePolicy) -> None:
+    def __init__(self, path: LogPath, policy: MaintenancePolicy) -> None:
         self._log = ChangeLog.open(path)
-        self._keeping = keeping
+        self._policy = policy
         self._unsealed = UnsealedCommits(self._log)
         self._trim_due = 0.0
-        # A lock that another host's process left behind is only given up to one who waits.
+        # Only a process that waits gets a lease that another host's process left behind.
         with Sealer(path, wait_seconds=WAIT_SECONDS_MAX):
             pass
 
     def run_due(self) -> None:
         """Do what is due."""
-        due = self._unsealed.is_seal_due(self._keeping)
+        due = self._unsealed.is_seal_due(self._policy)
         if due or time.monotonic() >= self._trim_due:
-            maintain_once(self._log, self._keeping, seal=due)
+            maintain_once(self._log, self._policy, seal=due)
             self._trim_due = time.monotonic() + TRIM_EVERY_SECONDS
 
 
-def maintain_once(change_log: ChangeLog, keeping: MaintenancePolicy, *, seal: bool) -> MaintenanceResult:
-    """One round: seal if asked to, then join, clean up and trim."""
+def maintain_once(change_log: ChangeLog, policy: MaintenancePolicy, *, seal: bool) -> MaintenanceResult:
+    """Run one round: seal if requested, then merge, clean up and trim."""
     with Sealer(change_log.path, wait_seconds=0.0, log=change_log) as sealer:
-        full = _is_nearly_full(change_log.path, keeping.retention)
+        full = _is_nearly_full(change_log.path, policy.retention)
         try:
             sealed = sealer.seal() if seal or full else SealResult()
             if seal:
                 sealed += sealer.merge_seals()
         except LogFull:
-            # To seal needs room; what was replaced, or is kept for nobody, may have it.
+            # To seal needs room. Replaced files, and rows that no reader needs, may free it.
             sealer.clean(0.0)
-            trim(sealer, keeping.retention)
+            trim(sealer, policy.retention)
             raise
-        # Room is worth more than the comfort of a reader who must look a file up again.
-        sealed += sealer.clean(0.0 if full else keeping.grace_seconds)
-        return MaintenanceResult(sealed=sealed, trimmed=trim(sealer, keeping.retention))
+        # Room is worth more than a reader's second lookup of a file.
+        sealed += sealer.clean(0.0 if full else policy.grace_seconds)
+        return MaintenanceResult(sealed=sealed, trimmed=trim(sealer, policy.retention))
 
 
 def _is_nearly_full(path: LogPath, policy: RetentionPolicy) -> bool:

@@ -1,8 +1,12 @@
-"""Writing sealed files: rows of many tables go in, commit by commit; Parquet files per table come out.
+"""Write sealed files: rows go in by commit, Parquet files per table come out.
 
-A file holds rows of one table and one version of its shape, in `_seq` order, zstd, with statistics and page
-checksums. A row group ends where a commit ends, unless one commit is larger than a group may be. Memory is
-bounded whatever comes in. Nothing that is written here is looked at until a seal names it.
+A file holds rows of one table and one version of its schema, in `_seq` order, with zstd, statistics and page checksums.
+A row group ends where a commit ends, unless one commit is larger than a group may be. Memory is bounded whatever the
+input. No reader looks at these files until a seal names them.
+
+On a disk this module also writes the glob `cold/<table>/*.parquet`: a folder of links that shows every sealed row of a
+table once. A link is added where files were only added. Where some were removed, a new folder of links replaces the old
+one atomically. No correctness depends on the links: the next sealer makes them agree with the seals.
 """
 
 from __future__ import annotations
@@ -36,15 +40,18 @@ SchemaLookup = Callable[[int, int], LogSchemaVersion]
 
 @dataclass(frozen=True, kw_only=True)
 class SealFileSizes:
-    """How large files and what is held in memory become."""
+    """Limits of the files, and of what is held in memory."""
 
     group_rows: int = 131_072
     group_bytes: int = 16 << 20
-    """A row group is written at the first end of a commit past either,"""
+    """A row group is written at a commit's end past `group_rows` or this."""
     group_bytes_max: int = 32 << 20
-    """and in the middle of one past this."""
+    """Past this a row group is written in the middle of a commit."""
     pending_bytes_max: int = 96 << 20
-    """Of all tables together; past it the largest is written out early, within a commit past a third more."""
+    """Bytes pending for all tables; past it the largest table is written early.
+
+    Within a commit it may be exceeded by a third.
+    """
     file_bytes: int = 96 << 20
     """A file is closed at the first row group past this."""
 
@@ -53,34 +60,34 @@ SEAL_FILE_SIZES = SealFileSizes()
 
 
 class SealWriter:
-    """The files of one seal, while they are written."""
+    """The files of one seal while they are written."""
 
-    def __init__(self, log: LogPath, shape: SchemaLookup, sizes: SealFileSizes = SEAL_FILE_SIZES) -> None:
+    def __init__(self, log: LogPath, schema_of: SchemaLookup, sizes: SealFileSizes = SEAL_FILE_SIZES) -> None:
         self._log = log
-        self._shape = shape
+        self._schema_of = schema_of
         self._sizes = sizes
         self._open: dict[int, _Writer] = {}
-        self._done: list[SealedFile] = []
-        self._grown: set[int] = set()
+        self._finished: list[SealedFile] = []
+        self._tables_of_commit: set[int] = set()
         self._pending_bytes = 0
 
     def add(self, table: int, schema: int, commit: int, batch: ChangeBatch) -> None:
-        """Rows of a commit."""
+        """Add a table's rows of a commit."""
         column = pa.repeat(pa.scalar(commit, pa.int64()), len(batch))
         data = _without_empty(batch.data).append_column(_COMMIT_FIELD, column)
         self._append(table, schema, data, (batch.moves, batch.truncates, batch.unfit))
 
     def copy(self, file: SealedFile) -> None:
-        """The rows of a file that is to be one with its neighbours."""
+        """Add the rows of a file that is merged with its neighbours."""
         path = self._log / file.file
         try:
             check_file(path, file.size, file.crc)
-        except FileNotFoundError as error:  # nobody but us removes any
+        except FileNotFoundError as error:  # only the sealer removes files
             raise sealed_file_error(path, "it is missing") from error
         counts = (file.moves, file.truncates, file.unfit)
         with pq.ParquetFile(files.arrow_source(path), memory_map=True) as parquet:
-            for place in range(len(file.groups)):
-                for data in parquet.read_row_group(place, use_threads=False).combine_chunks().to_batches():
+            for index in range(len(file.groups)):
+                for data in parquet.read_row_group(index, use_threads=False).combine_chunks().to_batches():
                     self._append(file.table, file.schema, data, counts)
                     counts = (0, 0, 0)
         self.end_commit()
@@ -91,22 +98,22 @@ class SealWriter:
             self.end_file(table)
             writer = None
         if writer is None:
-            writer = self._open[table] = _Writer(self._log, self._shape(table, schema))
+            writer = self._open[table] = _Writer(self._log, self._schema_of(table, schema))
         writer.add(data, counts)
         self._pending_bytes += data.nbytes
-        self._grown.add(table)
+        self._tables_of_commit.add(table)
         if writer.pending_bytes >= self._sizes.group_bytes_max:
             self._write_group(writer)
         while self._pending_bytes > self._sizes.pending_bytes_max * 4 // 3:
             self._write_largest()
 
     def end_commit(self) -> None:
-        """A commit ends here: row groups may."""
-        for table in self._grown:
+        """End a commit: a row group may end here."""
+        for table in self._tables_of_commit:
             writer = self._open[table]
             if writer.pending_rows >= self._sizes.group_rows or writer.pending_bytes >= self._sizes.group_bytes:
                 self._write_group(writer)
-        self._grown.clear()
+        self._tables_of_commit.clear()
         while self._pending_bytes > self._sizes.pending_bytes_max:
             self._write_largest()
 
@@ -115,39 +122,39 @@ class SealWriter:
 
     def _write_group(self, writer: _Writer) -> None:
         self._pending_bytes -= writer.pending_bytes
-        self._done += writer.write_group()
+        self._finished += writer.write_group()
         if writer.file_bytes >= self._sizes.file_bytes:
-            self._done += writer.close()
+            self._finished += writer.close()
 
     def end_file(self, table: int) -> None:
-        """End the table's file: what comes next goes into another."""
+        """End the table's file: later rows go into another."""
         writer = self._open.get(table)
         if writer is not None:
             self._pending_bytes -= writer.pending_bytes
-            self._done += writer.close()
+            self._finished += writer.close()
             del self._open[table]
-        self._grown.discard(table)
+        self._tables_of_commit.discard(table)
 
     def close(self) -> list[SealedFile]:
-        """All files, durable, in order."""
+        """Return all files, durable and in order."""
         for table in list(self._open):
             self.end_file(table)
-        folders = {(self._log / file.file).parent for file in self._done}
+        folders = {(self._log / file.file).parent for file in self._finished}
         for folder in {*folders, self._log / "cold" / "files"}:
             with files.explain_errors(folder):
                 files.sync_folder(folder)
-        return sorted(self._done, key=lambda file: (file.table, file.first_seq))
+        return sorted(self._finished, key=lambda file: (file.table, file.first_seq))
 
     def abandon(self) -> None:
-        """Take back what was written: no seal will name it."""
+        """Remove what was written: no seal will name it."""
         for writer in self._open.values():
             writer.abandon()
-        for file in self._done:
+        for file in self._finished:
             files.remove(self._log / file.file)
 
 
 class _Writer:
-    """The file of one table that is being written, and its rows that are not in it yet."""
+    """The open file of one table, and its rows that are not written yet."""
 
     def __init__(self, log: LogPath, version: LogSchemaVersion) -> None:
         self._log = log
@@ -159,11 +166,11 @@ class _Writer:
         self._names: tuple[str, ...] = ()
         self._sink: pa.NativeFile | None = None
         self._parquet: pq.ParquetWriter | None = None
-        self._aside: Path | None = None
+        self._temp: Path | None = None
         self._groups: list[RowGroup] = []
         self._first: tuple[int, int] = (0, 0)
         self._counts, self._pending_counts = [0, 0, 0], [0, 0, 0]
-        """Moves, truncates and values that did not fit: in the file, and in what is pending."""
+        """Moves, truncates and values that did not fit: in the file, and pending."""
         self.pending_rows = self.pending_bytes = self.file_bytes = 0
 
     @property
@@ -172,20 +179,23 @@ class _Writer:
 
     def add(self, data: pa.RecordBatch, counts: tuple[int, int, int]) -> None:
         self._pending.append(data)
-        self._pending_counts = [mine + more for mine, more in zip(self._pending_counts, counts, strict=True)]
+        self._pending_counts = [own + more for own, more in zip(self._pending_counts, counts, strict=True)]
         self.pending_rows += data.num_rows
         self.pending_bytes += data.nbytes
 
     def write_group(self) -> list[SealedFile]:
-        """Write what is pending; the file before it, if that had to end because it lacks a column."""
+        """Write the pending rows.
+
+        Return the file before, if that had to end because it lacks a column.
+        """
         if not self._pending:
             return []
-        wanted = {name for data in self._pending for name in data.schema.names}
-        ended = self.close_file() if self._parquet is not None and not wanted <= set(self._names) else []
-        names = wanted | set(self._names)
+        needed = {name for data in self._pending for name in data.schema.names}
+        ended = self.close_file() if self._parquet is not None and not needed <= set(self._names) else []
+        names = needed | set(self._names)
         fields = [field for field in (*self._version.arrow_schema, _COMMIT_FIELD) if field.name in names]
-        shape = pa.schema(fields)
-        rows = pa.Table.from_batches([_fill(data, shape) for data in self._pending]).combine_chunks()
+        schema = pa.schema(fields)
+        rows = pa.Table.from_batches([_fill(data, schema) for data in self._pending]).combine_chunks()
         with files.explain_errors(self._folder):
             if self._parquet is None:
                 self._open_file(rows)
@@ -194,7 +204,7 @@ class _Writer:
             self._parquet.write_table(rows, row_group_size=rows.num_rows)
             self.file_bytes = self._sink.tell()
         commits, seqs = rows.column(change.COMMIT), rows.column(change.SEQ)
-        self._counts = [mine + more for mine, more in zip(self._counts, self._pending_counts, strict=True)]
+        self._counts = [own + more for own, more in zip(self._counts, self._pending_counts, strict=True)]
         self._pending_counts = [0, 0, 0]
         self._groups.append(
             RowGroup(
@@ -212,9 +222,9 @@ class _Writer:
 
     def _open_file(self, rows: pa.Table) -> None:
         self._names = tuple(rows.schema.names)
-        self._aside = files.scratch_folder(self._folder) / f".{uuid.uuid4().hex}.tmp"
-        self._sink = pa.OSFile(str(self._aside), "wb")
-        place = rows.schema.get_field_index(change.SEQ)
+        self._temp = files.scratch_folder(self._folder) / f".{uuid.uuid4().hex}.tmp"
+        self._sink = pa.OSFile(str(self._temp), "wb")
+        seq_index = rows.schema.get_field_index(change.SEQ)
         self._parquet = pq.ParquetWriter(
             self._sink,
             rows.schema,
@@ -222,7 +232,7 @@ class _Writer:
             compression_level=1,
             use_dictionary=_repetitive(rows),
             write_page_checksum=True,
-            sorting_columns=[pq.SortingColumn(place)],
+            sorting_columns=[pq.SortingColumn(seq_index)],
             column_encoding={change.SEQ: "DELTA_BINARY_PACKED", change.TX_INDEX: "DELTA_BINARY_PACKED"},
         )
 
@@ -232,19 +242,19 @@ class _Writer:
         return ended + self.close_file()
 
     def close_file(self) -> list[SealedFile]:
-        if self._parquet is None or self._sink is None or self._aside is None:
+        if self._parquet is None or self._sink is None or self._temp is None:
             return []
-        with files.explain_errors(self._aside):
+        with files.explain_errors(self._temp):
             self._parquet.close()
             self._sink.close()
-            crc, size = checksum_of(self._aside)
+            crc, size = checksum_of(self._temp)
             first, first_seq = self._first
             last = self._groups[-1]
             path = self._folder / f"{first_seq:020d}-{last.last_seq:020d}-{uuid.uuid4().hex[:12]}.parquet"
-            files.put_file(self._aside, path)
+            files.put_file(self._temp, path)
         failpoints.hit("seal.file_written")
         moves, truncates, unfit = self._counts
-        done = SealedFile(
+        sealed = SealedFile(
             table=self._version.table,
             schema=self._version.version,
             rows=sum(group.rows for group in self._groups),
@@ -260,9 +270,9 @@ class _Writer:
             crc=crc,
             groups=tuple(self._groups),
         )
-        self._parquet = self._sink = self._aside = None
+        self._parquet = self._sink = self._temp = None
         self._groups, self._counts, self.file_bytes = [], [0, 0, 0], 0
-        return [done]
+        return [sealed]
 
     def abandon(self) -> None:
         if self._parquet is not None:
@@ -271,60 +281,60 @@ class _Writer:
         if self._sink is not None:
             with suppress(OSError):
                 self._sink.close()
-        if self._aside is not None:
-            files.remove(self._aside)
+        if self._temp is not None:
+            files.remove(self._temp)
 
 
 def _without_empty(data: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows without the optional columns that are null throughout."""
+    """Return the rows without the optional columns that are null throughout."""
     empty = [
         name for name in change.OPTIONAL if name in data.schema.names and data.column(name).null_count == data.num_rows
     ]
     return data.drop_columns(empty) if empty else data
 
 
-def _fill(data: pa.RecordBatch, shape: pa.Schema) -> pa.RecordBatch:
-    if data.schema.names == shape.names:
+def _fill(data: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    if data.schema.names == schema.names:
         return data
     names = set(data.schema.names)
     columns = [
-        data.column(field.name) if field.name in names else pa.nulls(data.num_rows, field.type) for field in shape
+        data.column(field.name) if field.name in names else pa.nulls(data.num_rows, field.type) for field in schema
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=shape)
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _repetitive(rows: pa.Table) -> list[str]:
-    """The columns whose values come again and again: a dictionary of the others would cost time for nothing."""
+    """Return the columns whose values repeat: for others a dictionary costs time and gains nothing."""
     sample = rows.slice(0, SAMPLE_ROWS)
-    found = list(_ALWAYS_DICTIONARY)
+    columns = list(_ALWAYS_DICTIONARY)
     for field in rows.schema:
         if field.name in change.RESERVED or pa.types.is_nested(field.type) or pa.types.is_boolean(field.type):
             continue
         if pc.count_distinct(sample.column(field.name)).as_py() * 8 <= max(sample.num_rows, 64):
-            found.append(field.name)
-    return found
+            columns.append(field.name)
+    return columns
 
 
-def write_links(log: Path, table: int, wanted: dict[str, str]) -> None:
-    """Make `cold/<table>` hold a link to each of these files and nothing else, at one stroke."""
+def write_links(log: Path, table: int, files_by_name: dict[str, str]) -> None:
+    """Make `cold/<table>` hold a link to each of these files and nothing else, atomically."""
     view = log / "cold" / str(table)
-    shown = set(os.listdir(view)) if view.is_dir() else set()
-    if view.is_dir() and shown <= set(wanted):
-        for name in sorted(set(wanted) - shown):
-            os.symlink(os.path.relpath(log / wanted[name], view.resolve()), view / name)
+    links = set(os.listdir(view)) if view.is_dir() else set()
+    if view.is_dir() and links <= set(files_by_name):
+        for name in sorted(set(files_by_name) - links):
+            os.symlink(os.path.relpath(log / files_by_name[name], view.resolve()), view / name)
         return
     folder = log / "cold" / "views" / f"{table}-{uuid.uuid4().hex[:12]}"
     old = os.readlink(view) if view.is_symlink() else None
-    aside = files.temp_path(view)
+    temp = files.temp_path(view)
     try:
         folder.mkdir(parents=True)
-        for name, file in wanted.items():
+        for name, file in files_by_name.items():
             os.symlink(os.path.relpath(log / file, folder), folder / name)
-        os.symlink(os.path.relpath(folder, view.parent), aside)
+        os.symlink(os.path.relpath(folder, view.parent), temp)
         failpoints.hit("seal.view_made")
-        os.replace(aside, view)
+        os.replace(temp, view)
     except BaseException:
-        files.remove(aside)
+        files.remove(temp)
         shutil.rmtree(folder, ignore_errors=True)
         raise
     if old is not None:

@@ -1,17 +1,17 @@
-"""Sealing: commits become Parquet files per table, and small seals become larger ones.
+"""Seal commits into Parquet files per table, and merge small seals into larger ones.
 
-Nothing here decides what the log holds; it only writes the same rows again in another place. The order makes that
-safe: every file is durable before the seal that names it, the seal is published before any commit's own file goes,
-and those go only after a grace period, so that whoever looked them up can still read them. Killed anywhere, what
-no seal names is swept by the next one who seals. One process seals at a time (`sealer.lock`); two at once would
-still both be right, for a seal is complete in itself.
+Sealing never changes what the log holds; it only writes the same rows again in other files. The order makes that safe.
+Every file is durable before the seal that names it. The seal is published before any commit's own file is removed.
+Those files are removed only after a grace period, so that a reader that looked them up can still read them. After a
+crash at any point, the next sealer sweeps what no seal names. One process seals at a time (`sealer.lock`); two at once
+would still both be right, because a seal is complete in itself.
 
-The glob `cold/<table>/*.parquet` shows every row once: it is a folder of links, replaced as a whole when
-files are joined. In an object store there are no links, and no such glob.
+The glob `cold/<table>/*.parquet` shows every row once: it is a folder of links, replaced as a whole when files are
+merged. In an object store there are no links, and no such glob.
 
-There a lock does not end with its holder's power to write: one who was taken for dead may wake up and publish a seal.
-So what no seal names is left alone until it is older than any seal takes to be made, and whoever seals looks whether
-the lease is still its own before it publishes.
+In a store a lease does not end with its holder's power to write: a sealer that counted as dead may wake up and publish
+a seal. So files that no seal names are kept until they are older than the making of any seal takes. Before it
+publishes, a sealer checks that the lease is still its own.
 """
 
 from __future__ import annotations
@@ -49,24 +49,30 @@ from tailrace.storage.objects import ObjectPath
 SEALER_LEASE = "sealer"
 GRACE_SECONDS = 300.0
 ORPHAN_SECONDS = 3600.0
-"""In a store, a file that no seal names and that is not older may be one that is about to be named."""
+"""Age from which a store's file that no seal names counts as left over.
+
+A younger one may be about to be named.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SealLimits:
-    """How much becomes one seal, and one file of it."""
+    """Limits of one seal, and of one file in it."""
 
     commits: int = 50_000
-    """In one seal, so that its memory is bounded."""
+    """Commits in one seal, so that its memory is bounded."""
     bytes: int = 256 << 20
-    """Of commits in one seal, unless a single one has more."""
+    """Bytes of commits in one seal, unless a single commit has more."""
     merge_count: int = 8
     """Seals of one level that become one of the next."""
     merge_bytes: int = 1 << 30
     merge_seconds: float = 86_400.0
-    """Seals that would hold more, or span longer, are not joined any more: retention lets go of whole seals."""
+    """Seals that would hold more bytes, or span longer, are not merged.
+
+    Retention trims whole seals, so they must not grow further.
+    """
     small_bytes: int = 64 << 20
-    """A smaller file is written again together with its neighbours when seals are joined."""
+    """A smaller file is written again, together with its neighbours, when seals are merged."""
     file_sizes: SealFileSizes = SEAL_FILE_SIZES
 
 
@@ -75,7 +81,7 @@ SEAL_LIMITS = SealLimits()
 
 @dataclass(frozen=True, kw_only=True)
 class SealResult:
-    """What a round of work came to."""
+    """The result of one round of work."""
 
     seals: int = 0
     commits: int = 0
@@ -89,9 +95,9 @@ class SealResult:
 
 
 class Sealer:
-    """Seals one log. Take it as a context: it holds the lock of those who seal.
+    """Seals one log, as a context that holds the sealer's lease.
 
-    It first sweeps what one who died left, unless it is given the log as opened by one who has done that.
+    It first sweeps what a dead sealer left. Pass `log`, opened by a sealer that has done that, to skip it.
     """
 
     def __init__(
@@ -122,50 +128,56 @@ class Sealer:
         self.close()
 
     def close(self) -> None:
-        """Let another one seal."""
+        """Let another process seal."""
         self._lease.release()
 
     def _refuse_gaps(self) -> None:
-        """Where something is missing, nothing is sealed, let go of or swept away: it may be put back."""
+        """Refuse to work where a commit is missing: it may be put back.
+
+        Nothing may then be sealed, trimmed or swept.
+        """
         self.log.seal_index.refresh()
         newest, first, seals = self.log.newest(), self.log.trimmed().commit + 1, self.log.seal_index.seals
         with files.explain_errors(self.path / "hot"):
-            there = set(files.list_names(self.path / "hot"))
+            names = set(files.list_names(self.path / "hot"))
         unsealed = range(max(first, self.log.seal_index.last_commit + 1), newest + 1)
         for commit in (*range(first, seals[0].first if seals else first), *unsealed):
-            if commit_path(self.path, commit).name not in there:
-                self.log.header(commit)  # says that it is missing
+            if commit_path(self.path, commit).name not in names:
+                self.log.header(commit)  # raises: the commit is missing
 
     # Sealing.
 
     def unsealed_range(self) -> tuple[int, int]:
-        """The first and the last commit that are not sealed; an empty range if all are."""
+        """Return the first and the last unsealed commit; an empty range if all are sealed."""
         newest = self.log.newest()
         return self._first_unsealed(), newest
 
     def unsealed_files(self, replaced: Collection[LogPath]) -> Iterator[LogPath]:
-        """Where the rows of those commits lie, and of one that is being written, given what seals have replaced."""
+        """Yield the files of unsealed commits, and of one that is being written.
+
+        `replaced` are the files that seals have replaced.
+        """
         for folder in (self.path / "hot", self.path / "big"):
-            with suppress(FileNotFoundError):  # a log may be made before its folders
-                found = files.deletable_parts(folder) if files.is_remote(folder) else folder.iterdir()
-                yield from (path for path in found if path not in replaced and path.parent not in replaced)
+            with suppress(FileNotFoundError):  # a log may exist before its folders
+                paths = files.deletable_parts(folder) if files.is_remote(folder) else folder.iterdir()
+                yield from (path for path in paths if path not in replaced and path.parent not in replaced)
 
     def _first_unsealed(self) -> int:
         self.log.seal_index.refresh()
         return max(self.log.seal_index.last_commit, self.log.trimmed().commit) + 1
 
-    def seal(self, progress: Callable[[int, int], None] = lambda done, of: None) -> SealResult:
-        """Seal every commit there is now; `progress` hears how many of how many."""
+    def seal(self, progress: Callable[[int, int], None] = lambda result, of: None) -> SealResult:
+        """Seal every commit there is now; `progress` gets how many of how many."""
         first, last = self.unsealed_range()
-        done = SealResult()
+        result = SealResult()
         while (begin := self._first_unsealed()) <= last:
-            made = self._seal_some(begin, last)
-            done += SealResult(seals=1, commits=made.last - made.first + 1, rows=made.rows, bytes=made.bytes)
-            progress(made.last - first + 1, last - first + 1)
-        return done
+            sealed = self._seal_next(begin, last)
+            result += SealResult(seals=1, commits=sealed.last - sealed.first + 1, rows=sealed.rows, bytes=sealed.bytes)
+            progress(sealed.last - first + 1, last - first + 1)
+        return result
 
-    def _seal_some(self, first: int, last: int) -> Seal:
-        """One seal, from the first commit on, as much as one holds."""
+    def _seal_next(self, first: int, last: int) -> Seal:
+        """Make one seal from the first commit on, with as much as one holds."""
         tables = SealWriter(self.path, self.log.schemas.get, self._limits.file_sizes)
         try:
             headers: list[CommitHeader] = []
@@ -178,21 +190,21 @@ class Sealer:
                 for body in header.bodies:
                     tables.add(body.table, body.schema, header.commit, self.log.batch(header, body))
                 tables.end_commit()
-            found = tables.close()
+            sealed_files = tables.close()
         except BaseException:
             tables.abandon()
             raise
-        return self._publish(replace(_seal_of(headers), files=tuple(found)), tables, _commit_rows(headers))
+        return self._publish(replace(_seal_of(headers), files=tuple(sealed_files)), tables, _commit_rows(headers))
 
     def _publish(self, seal: Seal, tables: SealWriter, commits: pa.Table) -> Seal:
-        """Make a seal: files first, then the seal that names them, then the links of the glob."""
+        """Publish a seal: files first, then the seal that names them, then the glob's links."""
         path, target = commits_path(self.path, seal.stem), seal_path(self.path, seal.stem)
-        aside = files.temp_path(files.scratch_folder(path.parent) / path.name)
+        temp = files.temp_path(files.scratch_folder(path.parent) / path.name)
         try:
             with files.explain_errors(path):
-                pq.write_table(_coalesced(commits), aside, compression="zstd")
-                crc, size = checksum_of(aside)
-                files.put_file(aside, path)
+                pq.write_table(_coalesced(commits), temp, compression="zstd")
+                crc, size = checksum_of(temp)
+                files.put_file(temp, path)
                 files.sync_folder(path.parent)
             if files.is_remote(path):
                 self._lease.check()
@@ -201,9 +213,9 @@ class Sealer:
             with files.explain_errors(target):
                 files.create(target, cold.encode_seal(seal))
         except BaseException as error:
-            files.remove(aside)
-            # A seal that has its name is read, durable or not. The next one who sweeps makes it durable.
-            if not isinstance(error.__cause__, local.DurabilityUnknown) and not _may_be_there(target):
+            files.remove(temp)
+            # A seal with its name is read, durable or not. The next sweep makes it durable.
+            if not isinstance(error.__cause__, local.DurabilityUnknown) and not _may_exist(target):
                 files.remove(path)
                 tables.abandon()
             raise
@@ -212,18 +224,18 @@ class Sealer:
         self.update_links({file.table for file in seal.files})
         return seal
 
-    # Joining.
+    # Merging.
 
     def merge_seals(self) -> SealResult:
-        """Make one seal of many small neighbours, until there are none left to join."""
-        done = SealResult()
-        while run := self._joinable():
-            self._join(run)
-            done += SealResult(merged=len(run))
-        return done
+        """Merge runs of small neighbour seals until there are none left to merge."""
+        result = SealResult()
+        while run := self._mergeable():
+            self._merge(run)
+            result += SealResult(merged=len(run))
+        return result
 
-    def _joinable(self) -> list[Seal]:
-        """The oldest neighbours of one level that are enough to become one, and not too much."""
+    def _mergeable(self) -> list[Seal]:
+        """Return the oldest run of neighbours of one level that may become one seal."""
         self.log.seal_index.refresh()
         limits = self._limits
         run: list[Seal] = []
@@ -237,7 +249,7 @@ class Sealer:
                 return run
         return []
 
-    def _join(self, run: list[Seal]) -> Seal:
+    def _merge(self, run: list[Seal]) -> Seal:
         tables = SealWriter(self.path, self.log.schemas.get, self._limits.file_sizes)
         try:
             kept: list[SealedFile] = []
@@ -254,7 +266,7 @@ class Sealer:
             tables.abandon()
             raise
         first, last = run[0], run[-1]
-        joined = replace(
+        merged = replace(
             last,
             first=first.first,
             start=first.start,
@@ -266,47 +278,47 @@ class Sealer:
             level=last.level + 1,
             files=tuple(kept),
         )
-        return self._publish(joined, tables, commits)
+        return self._publish(merged, tables, commits)
 
     def _kept_files(self, run: list[Seal]) -> list[SealedFile]:
-        """The files of seals that are not trimmed, table by table, in order."""
-        gone = self.log.trimmed()
-        found = [file for seal in run for file in seal.files if not gone.is_trimmed(file.table, file.last_seq)]
-        return sorted(found, key=lambda file: (file.table, file.first_seq))
+        """Return the files of seals that are not trimmed, table by table, in order."""
+        trimmed = self.log.trimmed()
+        kept = [file for seal in run for file in seal.files if not trimmed.is_trimmed(file.table, file.last_seq)]
+        return sorted(kept, key=lambda file: (file.table, file.first_seq))
 
     # Cleaning up.
 
     def clean(self, grace_seconds: float = GRACE_SECONDS) -> SealResult:
-        """Remove what seals have replaced for longer than the grace period."""
+        """Remove what seals replaced longer ago than the grace period."""
         self.log.seal_index.refresh()
-        old = time.time() - grace_seconds
+        before = time.time() - grace_seconds
         removed = 0
-        if files.is_remote(self.path):  # many at a time
-            gone = list(self._hot_files(old))
+        if files.is_remote(self.path):  # many in one request
+            replaced = list(self._own_files_of_sealed(before))
             with files.explain_errors(self.path):
-                files.delete_all(gone)
-            removed = len(gone)
-        removed += sum(_remove(path) for path in self._replaced(old))
+                files.delete_all(replaced)
+            removed = len(replaced)
+        removed += sum(_remove(path) for path in self._replaced(before))
         return SealResult(removed=removed)
 
     def removable_files(self) -> list[LogPath]:
-        """What seals have replaced and the next cleanings will remove."""
+        """Return what seals have replaced and the next cleanings will remove."""
         return list(self._replaced(time.time() + 1.0))
 
     def replaced_files_kept(self) -> list[LogPath]:
-        """What a seal has replaced and stays until there is a newer commit."""
+        """Return replaced files that remain until there is a newer commit."""
         newest = self.log.newest()
         sealed = self.log.seal_index.covering(newest) is not None
         return [self.path / "big" / f"{newest:020d}", commit_path(self.path, newest)] if sealed else []
 
-    def _replaced(self, old: float) -> Iterator[LogPath]:
-        """Files that nobody will look up again, replaced for longer than the grace period."""
-        yield from self._hot_files(old)
+    def _replaced(self, before: float) -> Iterator[LogPath]:
+        """Yield files that no reader will look up again, replaced before the time `old`."""
+        yield from self._own_files_of_sealed(before)
         chain = {seal.stem for seal in self.log.seal_index.seals}
         replaced, freed = False, set[LogPath]()
         for _, last, stem in cold.seal_stems(self.path):
             wider = self.log.seal_index.covering(last) if stem not in chain else None
-            if wider is not None and self._sealed_at(wider) <= old:
+            if wider is not None and self._sealed_at(wider) <= before:
                 replaced = True
                 if files.is_remote(self.path):
                     freed |= {self.path / file.file for file in _files_of(self.path, stem)}
@@ -316,40 +328,49 @@ class Sealer:
             yield from self._unnamed(freed)
 
     def _sealed_at(self, seal: Seal) -> float:
-        """When a seal was published; in a store a look would cost a request for each."""
-        return seal.sealed_at / 1e6 if files.is_remote(self.path) else _age_of(seal_path(self.path, seal.stem))
+        """Return when a seal was published.
 
-    def _hot_files(self, old: float) -> Iterator[LogPath]:
-        """The own files of commits that are sealed or gone, but for the newest: the log says there how far it is."""
-        newest, gone = self.log.newest(), self.log.trimmed().commit
+        In a store a look would cost a request for each, so the seal's own time is used.
+        """
+        return seal.sealed_at / 1e6 if files.is_remote(self.path) else _written_at(seal_path(self.path, seal.stem))
+
+    def _own_files_of_sealed(self, before: float) -> Iterator[LogPath]:
+        """Yield the own files of commits that are sealed or trimmed, except the newest commit's.
+
+        That file says how far the log is.
+        """
+        newest, trimmed_to = self.log.newest(), self.log.trimmed().commit
         ages = {seal.stem: self._sealed_at(seal) for seal in self.log.seal_index.seals}
         with files.explain_errors(self.path):
-            names, large = sorted(files.list_names(self.path / "hot")), set[str]()
+            names, big_names = sorted(files.list_names(self.path / "hot")), set[str]()
             with suppress(FileNotFoundError):
-                large = set(files.list_names(self.path / "big"))
+                big_names = set(files.list_names(self.path / "big"))
         for name in names:
             number = int(name[:20]) if name[:20].isdigit() else newest
             seal = self.log.seal_index.covering(number) if number < newest else None
-            if number < newest and (number <= gone or (seal is not None and ages[seal.stem] <= old)):
-                # In this order: it is by the commit's own file that what lies in `big` is found.
-                if (big := self.path / "big" / f"{number:020d}").name in large:
-                    yield from files.deletable_parts(big)
+            if number < newest and (number <= trimmed_to or (seal is not None and ages[seal.stem] <= before)):
+                # In this order: only the commit's own file leads to its files in `big`.
+                if (big_folder := self.path / "big" / f"{number:020d}").name in big_names:
+                    yield from files.deletable_parts(big_folder)
                 yield commit_path(self.path, number)
 
     def _unnamed(self, freed: Collection[LogPath] = ()) -> Iterator[LogPath]:
-        """Files of rows or commits that no seal names: replaced, or left by one who died."""
+        """Yield files of rows or commits that no seal names.
+
+        A seal replaced them, or a dead sealer left them.
+        """
         if isinstance(self.path, ObjectPath):
             before = (time.time() - ORPHAN_SECONDS) * 1e9
             old = {path for path, meta in (self.path / "cold").walk() if meta.modified_ns < before}
-            yield from (path for path in self._not_named() if path in freed or path in old)
+            yield from (path for path in self._all_unnamed() if path in freed or path in old)
         else:
-            yield from self._not_named()
+            yield from self._all_unnamed()
 
-    def _not_named(self) -> Iterator[LogPath]:
+    def _all_unnamed(self) -> Iterator[LogPath]:
         stems = {stem for _, _, stem in cold.seal_stems(self.path)}
         others = [_files_of(self.path, stem) for stem in stems - {seal.stem for seal in self.log.seal_index.seals}]
-        found = [*(seal.files for seal in self.log.seal_index.seals), *others]
-        named = {self.path / file.file for some in found for file in some}
+        file_lists = [*(seal.files for seal in self.log.seal_index.seals), *others]
+        named = {self.path / file.file for some in file_lists for file in some}
         folder = self.path / "cold"
         yield from (path for path in (folder / "files").glob("*/*") if path not in named)
         for path in folder.glob("*.commits.parquet"):
@@ -357,12 +378,15 @@ class Sealer:
                 yield path
 
     def _sweep(self) -> None:
-        """Remove what one who sealed before us had not finished: we hold the lock, so nobody is at it."""
+        """Remove what an earlier sealer had not finished.
+
+        We hold the lease, so no process is still working on it.
+        """
         with files.explain_errors(self.path):
             for leftover in self._leftovers():
                 leftover.unlink(missing_ok=True)
             self.log.seal_index.refresh()
-            self._settle()
+            self._make_records_durable()
             files.delete_all(list(self._unnamed()))
             self.update_links({file.table for seal in self.log.seal_index.seals for file in seal.files})
             if isinstance(self.path, Path):
@@ -377,29 +401,35 @@ class Sealer:
             folders = {self.path / "cold", *(self.path / "cold" / "files").iterdir()}
             yield from (path for folder in folders for path in files.scratch_folder(folder).glob(".*.tmp"))
 
-    def _settle(self) -> None:
-        """Make durable what is to be relied on when files go: its writer may have died, or failed, before it was."""
+    def _make_records_durable(self) -> None:
+        """Make durable the records on which a removal relies.
+
+        Their writer may have died, or failed, before they were.
+        """
         if files.is_remote(self.path):
             return
         seals = [seal_path(self.path, seal.stem) for seal in self.log.seal_index.seals]
-        relied_on = [max(seals, key=_age_of)] if seals else []
+        relied_on = [max(seals, key=_written_at)] if seals else []
         if self.log.trimmed() != NOTHING_TRIMMED:
             relied_on.append(self.path / TRIMMED)
         for path in relied_on:
             files.make_durable(path)
 
-    def remove_trimmed(self, gone: TrimRecord) -> int:
-        """Remove what is recorded as gone, or what one who died after recording it left; returns the bytes."""
+    def remove_trimmed(self, trimmed: TrimRecord) -> int:
+        """Remove the files of trimmed rows and return their bytes.
+
+        That includes files left by a process that died after it recorded them.
+        """
         self.log.seal_index.refresh()
         seals = [*self.log.seal_index.seals, *self._replaced_seals()]
-        covered = [file for seal in seals for file in seal.files if gone.is_trimmed(file.table, file.last_seq)]
-        # On a full disk there is no room for other links either, until something has gone.
+        covered = [file for seal in seals for file in seal.files if trimmed.is_trimmed(file.table, file.last_seq)]
+        # On a full disk there is no room for other links either, until something is removed.
         with suppress(LogFull):
             self.update_links({file.table for file in covered})
         size = 0
         with files.explain_errors(self.path):
             for seal in seals:
-                if seal.last <= gone.commit:
+                if seal.last <= trimmed.commit:
                     seal_path(self.path, seal.stem).unlink(missing_ok=True)
                     commits_path(self.path, seal.stem).unlink(missing_ok=True)
             for file in covered:
@@ -412,7 +442,7 @@ class Sealer:
         return size
 
     def _replaced_seals(self) -> Iterator[Seal]:
-        """Seals that a wider one stands for, as long as they are there."""
+        """Yield the seals that a wider one has replaced, as long as they exist."""
         chain = {seal.stem for seal in self.log.seal_index.seals}
         for _, _, stem in cold.seal_stems(self.path):
             if stem not in chain:
@@ -422,19 +452,19 @@ class Sealer:
     # The glob.
 
     def update_links(self, tables: Iterable[int]) -> None:
-        """Bring the links of these tables' folders in line with the seals."""
+        """Make the links of these tables' folders agree with the seals."""
         if isinstance(self.path, Path):
             with files.explain_errors(self.path / "cold"):
-                self._show(self.path, tables)
+                self._write_links(self.path, tables)
 
-    def _show(self, log: Path, tables: Iterable[int]) -> None:
-        gone = self.log.trimmed()
+    def _write_links(self, log: Path, tables: Iterable[int]) -> None:
+        trimmed = self.log.trimmed()
         wanted: dict[int, dict[str, str]] = {table: {} for table in tables}
         for file in (file for seal in self.log.seal_index.seals for file in seal.files):
-            if file.table in wanted and not gone.is_trimmed(file.table, file.last_seq):
+            if file.table in wanted and not trimmed.is_trimmed(file.table, file.last_seq):
                 wanted[file.table][Path(file.file).name] = file.file
-        for table, named in wanted.items():
-            write_links(log, table, named)
+        for table, files_by_name in wanted.items():
+            write_links(log, table, files_by_name)
 
 
 def _files_of(log: LogPath, stem: str) -> tuple[SealedFile, ...]:
@@ -458,7 +488,7 @@ def _commit_rows(headers: list[CommitHeader]) -> pa.Table:
 
 
 def _coalesced(commits: pa.Table) -> pa.Table:
-    """The commits without those that only moved the position and were followed by another that did."""
+    """Return the commits without those that only moved the position before another that did."""
     empty = commits.column("rows").to_numpy() == 0
     kept = ~empty
     kept[:-1] |= ~empty[1:]
@@ -492,16 +522,22 @@ def _seal_of(headers: list[CommitHeader]) -> Seal:
     )
 
 
-def _may_be_there(path: LogPath) -> bool:
-    """Whether a name is taken, or may be: who cannot be asked has not said no."""
+def _may_exist(path: LogPath) -> bool:
+    """Return true if the name is taken, or may be.
+
+    A store that does not answer has not said no.
+    """
     try:
         return files.file_exists(path) if files.is_remote(path) else os.path.lexists(str(path))
     except OSError:
         return True
 
 
-def _age_of(path: LogPath) -> float:
-    """When a file was written; one that is gone is new, so that nothing hangs on it."""
+def _written_at(path: LogPath) -> float:
+    """Return when a file was written.
+
+    A missing file counts as new, so that nothing relies on it.
+    """
     try:
         return files.modified_at(path)
     except FileNotFoundError:

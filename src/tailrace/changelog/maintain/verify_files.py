@@ -1,6 +1,7 @@
-"""Whether files hold the rows that are said of them: checked byte for byte, then row number by row number.
+"""Check that sealed files hold the rows that their seal names.
 
-Nothing here decides what belongs to the log. Memory is bounded by one row group.
+A file is checked byte for byte, then row number by row number. Nothing here decides what belongs to the log. Memory is
+bounded by one row group.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ SeqArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SeqDigest:
-    """Which `_seq` were seen, in so little room that any number fits: how many, their sum, the sum of their squares.
+    """A digest of a set of `_seq`: count, sum, and sum of squares.
 
-    Wrong numbers that give all three right do not come about by accident.
+    Its size is fixed. Wrong numbers that match all three do not occur by accident.
     """
 
     count: int = 0
@@ -48,7 +49,7 @@ class SeqDigest:
 
     @classmethod
     def of_range(cls, first: int, end: int) -> SeqDigest:
-        """Every number from `first` up to, and without, `end`."""
+        """Return the digest of every number from `first` up to, but without, `end`."""
 
         def squares(n: int) -> int:
             return n * (n - 1) * (2 * n - 1) // 6
@@ -58,15 +59,15 @@ class SeqDigest:
 
 
 def is_run(seqs: SeqArray, rows: int, first: int, last: int, table: int) -> bool:
-    """Whether these are so many numbers in order, from the first to the last."""
+    """Return true if these are `rows` numbers in order, from the first to the last."""
     if len(seqs) != rows or not rows or (int(seqs[0]), int(seqs[-1])) != (first, last):
         return False
-    # Records of the `schema` stream bear the numbers of the rows they speak of; several may speak of one.
+    # Records of the `schema` stream have the numbers of the rows that they announce; several may announce one.
     return bool((np.diff(seqs) >= (0 if table == SCHEMA_STREAM_NUMBER else 1)).all())
 
 
 def check_commit_list(log: LogPath, seal: Seal) -> None:
-    """A seal's list of commits: whole, in order, and adding up to what the seal says."""
+    """Check a seal's list of commits: complete, in order, and adding up to the seal."""
     path = commits_path(log, seal.stem)
     check_file(path, seal.commits_size, seal.commits_crc)
     commit, end, next_seq, rows = seal.first - 1, seal.start.value, seal.first_seq, 0
@@ -89,22 +90,22 @@ def check_commit_list(log: LogPath, seal: Seal) -> None:
         raise sealed_file_error(path, "its rows do not add up to those of the seal")
 
 
-def check_sealed_file(log: LogPath, file: SealedFile, shape: Callable[[int, int], LogSchemaVersion]) -> SeqDigest:
-    """A sealed file against what its seal says of it; the numbers of its rows."""
+def check_sealed_file(log: LogPath, file: SealedFile, schema_of: Callable[[int, int], LogSchemaVersion]) -> SeqDigest:
+    """Check a sealed file against its seal; return the digest of its row numbers."""
     path = log / file.file
     check_file(path, file.size, file.crc)
-    version = shape(file.table, file.schema)
+    version = schema_of(file.table, file.schema)
     numbers, seq, commit = SeqDigest(), file.first_seq - 1, file.first
     with pq.ParquetFile(files.arrow_source(path), memory_map=True) as parquet:
         needed = {name for name in version.arrow_schema.names if name not in change.OPTIONAL} | {change.COMMIT}
         if needed - set(parquet.schema_arrow.names) or parquet.num_row_groups != len(file.groups):
             raise sealed_file_error(path, "it does not have the columns or the row groups it should")
-        for place, group in enumerate(file.groups):
-            rows = parquet.read_row_group(place, columns=[change.SEQ, change.COMMIT], use_threads=False)
+        for index, group in enumerate(file.groups):
+            rows = parquet.read_row_group(index, columns=[change.SEQ, change.COMMIT], use_threads=False)
             seqs, commits = (rows.column(name).to_numpy() for name in (change.SEQ, change.COMMIT))
-            fits = is_run(seqs, group.rows, int(seqs[0]) if len(seqs) else 0, group.last_seq, file.table)
+            in_order = is_run(seqs, group.rows, int(seqs[0]) if len(seqs) else 0, group.last_seq, file.table)
             if (
-                not fits
+                not in_order
                 or seqs[0] < (seq if file.table == SCHEMA_STREAM_NUMBER else seq + 1)
                 or (commits[0], commits[-1]) != (group.first, group.last)
                 or commits[0] < commit

@@ -1,1 +1,1 @@
-"""Reading the log: commits, indexes, offsets, and the consumers it keeps rows for."""
+"""Readers of the log: commits, indexes, offsets, and the consumers it keeps rows for."""

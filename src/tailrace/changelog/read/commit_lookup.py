@@ -1,7 +1,8 @@
-"""Which commit rows are in, and when it was written: looked up by `_seq`, in commits' own files or in sealed lists.
+"""Look up which commit rows are in, and when it was written.
 
-A row does not bear its commit's number. `_seq` is dense over the log and a commit says which `_seq` follows it, so one
-search finds the commits of many rows. What was looked up last is kept: rows come in order.
+A row does not have its commit's number. `_seq` is dense over the log, and a commit says which `_seq` follows it. So one
+search finds the commits of many rows, in the commits' own files or in sealed lists. The last block that was looked up
+is kept, because rows arrive in order.
 """
 
 from __future__ import annotations
@@ -26,22 +27,25 @@ Int64Array = npt.NDArray[np.int64]
 _T = TypeVar("_T")
 
 _TRIES_MAX = 5
-"""Of one commit that is sealed, joined or trimmed whenever we look."""
+"""Tries for one commit that is sealed, merged or trimmed at every look."""
 
 
 @dataclass(frozen=True)
 class CommitSize:
-    """What a commit brings of some tables."""
+    """The size of a commit's rows of some tables."""
 
     commit: int
     rows: int
     bytes: float
-    """As it lies in the log; of sealed rows, their share of the file."""
+    """The size in the log; for sealed rows, their share of the file."""
 
 
 @dataclass(frozen=True)
 class CommitBlock:
-    """Commits that were looked up at once, oldest first; of a run without rows only the last may be there."""
+    """Commits that were looked up at once, oldest first.
+
+    Of a run without rows only the last may be there.
+    """
 
     first: int
     first_seq: int
@@ -49,7 +53,7 @@ class CommitBlock:
     next_seq: Int64Array
     written_at: Int64Array
     committed_at: Int64Array
-    """Of a commit's newest transaction, µs since 1970; -1 if it has none."""
+    """Commit time of a commit's newest transaction, µs since 1970; -1 if it has none."""
 
     @property
     def last(self) -> int:
@@ -61,16 +65,16 @@ class CommitBlock:
 
 @dataclass(frozen=True)
 class LogStart:
-    """Where and when a log begins that has this commit as its oldest."""
+    """The start of a log that has a certain commit as its oldest."""
 
     position: Lsn
-    """All that ended after it is there; 0/0 if that is not known."""
+    """Everything that ended after it is in the log; 0/0 if unknown."""
     written_at: int
-    """What was committed later, by the source's clock, is there; µs since 1970."""
+    """Everything committed later, by the source's clock, is in the log; µs since 1970."""
 
 
 class CommitLookup:
-    """The commits of a log, from one on."""
+    """A lookup of the log's commits, from one on."""
 
     def __init__(self, log: ChangeLog, first: int) -> None:
         self._log = log
@@ -78,7 +82,10 @@ class CommitLookup:
         self._next = first
 
     def locate(self, seqs: Int64Array) -> tuple[CommitBlock, Int64Array]:
-        """Where the commits of these rows stand in a block; rows of one batch lie together."""
+        """Return a block and, per row, the index of its commit.
+
+        The rows of one batch are together in the log.
+        """
         first, last = int(seqs[0]), int(seqs[-1])
         block = self._block
         while block is None or not block.covers_rows(first, last):
@@ -87,41 +94,44 @@ class CommitLookup:
         return block, np.searchsorted(block.next_seq, seqs, side="right")
 
     def commits_of(self, seqs: Int64Array) -> Int64Array:
-        """The commits of these rows."""
-        block, places = self.locate(seqs)
-        found: Int64Array = block.commit[places]
-        return found
+        """Return the commits of these rows."""
+        block, indexes = self.locate(seqs)
+        commits: Int64Array = block.commit[indexes]
+        return commits
 
 
 class CommitSizer:
-    """Weighs commits of a log for one reader, who asks for much the same again and again."""
+    """Measures commits for one reader, which repeats nearly the same request."""
 
     def __init__(self, log: ChangeLog) -> None:
         self._log = log
         self._known: tuple[tuple[str, frozenset[int]], list[CommitSize]] = (("", frozenset()), [])
 
     def measure(self, tables: frozenset[int], first: int, last: int) -> Iterator[CommitSize]:
-        """What each commit brings of these tables, in order; commits without any of their rows are left out."""
+        """Yield the size of each commit's rows of these tables, in order.
+
+        Commits without any of their rows are left out.
+        """
         commit = max(first, self._log.trimmed().commit + 1)
         while commit <= last:
-            end, found = _looked_up(
+            end, sizes = _look_up(
                 self._log,
                 commit,
-                lambda header: (header.commit, _weigh_hot(header, tables)),
-                lambda seal: (seal.last, self._weigh_seal(seal, tables)),
+                lambda header: (header.commit, _measure_commit(header, tables)),
+                lambda seal: (seal.last, self._measure_seal(seal, tables)),
             )
-            yield from (weight for weight in found if commit <= weight.commit <= last)
+            yield from (size for size in sizes if commit <= size.commit <= last)
             commit = end + 1
 
-    def _weigh_seal(self, seal: Seal, tables: frozenset[int]) -> list[CommitSize]:
-        which = seal.stem, tables
-        if self._known[0] != which:
-            self._known = which, _weigh_seal(self._log, seal, tables)
+    def _measure_seal(self, seal: Seal, tables: frozenset[int]) -> list[CommitSize]:
+        key = seal.stem, tables
+        if self._known[0] != key:
+            self._known = key, _measure_seal(self._log, seal, tables)
         return self._known[1]
 
 
 def commit_blocks(log: ChangeLog, first: int, last: int) -> Iterator[CommitBlock]:
-    """The blocks of commits from one to another."""
+    """Yield the blocks of commits from one to another."""
     commit = first
     while commit <= last:
         block = block_of(log, commit)
@@ -130,34 +140,38 @@ def commit_blocks(log: ChangeLog, first: int, last: int) -> Iterator[CommitBlock
 
 
 def block_of(log: ChangeLog, commit: int) -> CommitBlock:
-    """The block that has a commit: the list of the seal that covers it, or the commit alone."""
-    return _looked_up(log, commit, _of_header, lambda seal: _of_seal(log, seal))
+    """Return the block with a commit: the list of its seal, or the commit alone."""
+    return _look_up(log, commit, _of_header, lambda seal: _of_seal(log, seal))
 
 
 def log_start_at(log: ChangeLog, commit: int) -> LogStart:
-    """What is known of the place before a commit, the oldest that is kept."""
-    return _looked_up(log, commit, _begin_of_header, lambda seal: _begin_of_seal(log, seal))
+    """Return the start of a log whose oldest kept commit is this one."""
+    return _look_up(log, commit, _start_of_header, lambda seal: _start_of_seal(log, seal))
 
 
-def _begin_of_header(header: CommitHeader) -> LogStart:
-    return LogStart(_told_after(header.start, header.end, header.rows), header.written_at)
+def _start_of_header(header: CommitHeader) -> LogStart:
+    return LogStart(_complete_after(header.start, header.end, header.rows), header.written_at)
 
 
-def _begin_of_seal(log: ChangeLog, seal: Seal) -> LogStart:
+def _start_of_seal(log: ChangeLog, seal: Seal) -> LogStart:
     first = log.seal_index.commit_list(seal)
     rows = int(first.next_seq[0]) - seal.first_seq
-    return LogStart(_told_after(seal.start, Lsn(int(first.end[0])), rows), seal.written_from)
+    return LogStart(_complete_after(seal.start, Lsn(int(first.end[0])), rows), seal.written_from)
 
 
-def _told_after(start: Lsn, end: Lsn, rows: int) -> Lsn:
-    """A log is begun by a commit without rows, from nowhere to where the source begins to tell."""
+def _complete_after(start: Lsn, end: Lsn, rows: int) -> Lsn:
+    """Return the position after which the log has everything.
+
+    A log is begun by a commit without rows, which leads from zero to the position where the source starts to send.
+    """
     return end if start == ZERO and not rows else start
 
 
-def _looked_up(
-    log: ChangeLog, commit: int, of_header: Callable[[CommitHeader], _T], of_seal: Callable[[Seal], _T]
-) -> _T:
-    """What a commit's file says, or what the seal that covers it says. It may be sealed and joined meanwhile."""
+def _look_up(log: ChangeLog, commit: int, of_header: Callable[[CommitHeader], _T], of_seal: Callable[[Seal], _T]) -> _T:
+    """Return a value from a commit's file, or from the seal that covers it.
+
+    The commit may be sealed and merged meanwhile.
+    """
     for _ in range(_TRIES_MAX):
         log.seal_index.refresh()
         seal = log.seal_index.covering(commit)
@@ -170,10 +184,10 @@ def _looked_up(
             if seal is not None or log.seal_index.covering(commit) is None:
                 raise
     raise LogTrimmed(
-        "the log is being trimmed where it is read",
+        "the log is being trimmed at this commit",
         commit=commit,
         log=log.path,
-        hint="Start again. A reader with a name (`consumer`) is waited for.",
+        hint="Start again. Give the reader a name (`consumer`): the log then waits for it.",
     )
 
 
@@ -190,23 +204,23 @@ def _of_header(header: CommitHeader) -> CommitBlock:
     return CommitBlock(header.commit, header.next_seq - header.rows, *(np.array([value], np.int64) for value in values))
 
 
-def _weigh_hot(header: CommitHeader, tables: frozenset[int]) -> list[CommitSize]:
+def _measure_commit(header: CommitHeader, tables: frozenset[int]) -> list[CommitSize]:
     bodies = [body for body in header.bodies if body.table in tables]
     size = float(sum(body.size for body in bodies))
     return [CommitSize(header.commit, sum(body.rows for body in bodies), size)] if bodies else []
 
 
-def _weigh_seal(log: ChangeLog, seal: Seal, tables: frozenset[int]) -> list[CommitSize]:
-    gone = log.trimmed()
+def _measure_seal(log: ChangeLog, seal: Seal, tables: frozenset[int]) -> list[CommitSize]:
+    trimmed = log.trimmed()
     rows: dict[int, int] = {}
     size: dict[int, float] = {}
     for file in seal.files:
-        if file.table not in tables or gone.is_trimmed(file.table, file.last_seq):
+        if file.table not in tables or trimmed.is_trimmed(file.table, file.last_seq):
             continue
         commits, counts = np.unique(_commits_in(log, file), return_counts=True)
-        for commit, some in zip(commits.tolist(), counts.tolist(), strict=True):
-            rows[commit] = rows.get(commit, 0) + some
-            size[commit] = size.get(commit, 0.0) + file.size * some / file.rows
+        for commit, count in zip(commits.tolist(), counts.tolist(), strict=True):
+            rows[commit] = rows.get(commit, 0) + count
+            size[commit] = size.get(commit, 0.0) + file.size * count / file.rows
     return [CommitSize(commit, rows[commit], size[commit]) for commit in sorted(rows)]
 
 
@@ -216,5 +230,5 @@ def _commits_in(log: ChangeLog, file: SealedFile) -> Int64Array:
         files.explain_errors_but_missing(path),
         pq.ParquetFile(files.arrow_source(path), memory_map=True, page_checksum_verification=True) as parquet,
     ):
-        found: Int64Array = parquet.read([change.COMMIT], use_threads=False).column(0).to_numpy()
-    return found
+        commits: Int64Array = parquet.read([change.COMMIT], use_threads=False).column(0).to_numpy()
+    return commits

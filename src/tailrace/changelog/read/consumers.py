@@ -1,8 +1,9 @@
-"""Who still needs which rows: readers that gave a name, and the lake tables, as they last said.
+"""Store the progress of consumers and lake tables, for which the log keeps rows.
 
-A consumer has read everything of its tables up to its commit and up to its `_seq`. What it has not read is kept for
-it until it has not been heard of for as long as it said, or until it is forgotten. What stands here only ever makes
-the log keep more: a file that is lost or cannot be read keeps nothing, and whoever then comes too late is told.
+A consumer has read everything of its tables up to its commit and up to its `_seq`. The log keeps what it has not read
+until it expires, which means no sign of it for as long as it chose, or until it is forgotten. These files only ever
+make the log keep more. A file that is lost or unreadable keeps nothing, and a reader that is then too late gets an
+error.
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ from tailrace.storage.files import LogPath
 
 EXPIRE_SECONDS = 7 * 86_400.0
 SAVE_SECONDS = 1.0
-"""A reader's place is written down at most this often, and when it stops."""
+"""A reader's offset is saved at most this often, and when the reader stops."""
 FORMAT = 1
 TABLES_FILE = "@tables.json"
-_PLACE: dict[str, UnionType | type] = {
+_CONSUMER_FIELDS: dict[str, UnionType | type] = {
     "name": str, "table": str | None, "tables": list | None, "commit": int, "seq": int, "seen_at": float | int,
     "expires_seconds": float | int | None,
 }  # fmt: skip
-_SAID: dict[str, UnionType | type] = {"at": float | int, "tables": list}
-_HINT: dict[str, UnionType | type] = {"schema": str, "table": str, "numbers": list, "commit": int, "seq": int}
+_TABLES_FIELDS: dict[str, UnionType | type] = {"at": float | int, "tables": list}
+_TABLE_FIELDS: dict[str, UnionType | type] = {"schema": str, "table": str, "numbers": list, "commit": int, "seq": int}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionHold:
-    """What one reader or one lake table has covered; the log keeps the rest of its tables for it."""
+    """The progress of one reader or one lake table.
+
+    The log keeps the rest of its tables for it.
+    """
 
     name: str
     kind: str
@@ -48,13 +52,16 @@ class RetentionHold:
     seq: int
     seen_at: float
     expires_seconds: float | None
-    """After this long without a sign it holds nothing; None: it never does so."""
+    """It holds nothing after this long without a sign; None: it never expires."""
 
     def is_expired(self, now: float) -> bool:
         return self.expires_seconds is not None and now - self.seen_at > self.expires_seconds
 
     def needs(self, table: int, last_seq: int, last_commit: int) -> bool:
-        """Whether rows of a table, up to this row in this commit, are not all covered."""
+        """Return true if some rows of a table, up to this one, are not covered.
+
+        `last_commit` is the commit of that row.
+        """
         mine = self.tables is None or table in self.tables
         return mine and last_commit > self.commit and last_seq > self.seq
 
@@ -63,18 +70,19 @@ class RetentionHold:
 
 
 def consumer_path(log: LogPath, name: str) -> LogPath:
-    """Where a consumer's place is written; a name that could lead elsewhere is refused."""
+    """Return the path of a consumer's file; refuse a name that could lead elsewhere."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            "a consumer's name is 1 to 63 letters, digits, `_`, `-` or `.`, and does not begin with `.` or `-`",
+            "a consumer's name is not valid",
             name=name,
-            hint="For example: `nightly-export`.",
+            hint="Use 1 to 63 of `A-Z`, `a-z`, `0-9`, `_`, `-` and `.`, and do not begin with `.` or `-`. For example: "
+            "`nightly-export`.",
         )
     return log / "consumers" / f"{name}.json"
 
 
 class Consumer:
-    """One named reader's place in the log."""
+    """One named reader's progress in the log."""
 
     def __init__(
         self,
@@ -101,36 +109,39 @@ class Consumer:
         start: tuple[int, int],
         expires_seconds: float | None = EXPIRE_SECONDS,
     ) -> Consumer:
-        """The named reader where it stopped; a new one at `start`, a commit and a `_seq`."""
+        """Return the named reader where it stopped.
+
+        A new one begins at `start`, a commit and a `_seq`.
+        """
         path = consumer_path(log, name)
         stored = _read(path)
-        made = cls(path, name, wanted, start, expires_seconds)
+        consumer = cls(path, name, wanted, start, expires_seconds)
         if stored is not None:
             if stored["table"] != (wanted.name if wanted else None):
                 raise ConfigError(
                     "this consumer reads another table",
                     name=name,
                     table=stored["table"] or "all",
-                    hint="Give the new reader a name of its own, or forget the old one: "
+                    hint="Give the new reader another name, or forget the old one: "
                     f"`tailrace consumers FILE --forget {name}`.",
                 )
-            made.commit, made.seq = stored["commit"], stored["seq"]
-        made.save()
-        return made
+            consumer.commit, consumer.seq = stored["commit"], stored["seq"]
+        consumer.save()
+        return consumer
 
     def advance_to(self, commit: int, seq: int) -> None:
-        """Everything up to here is read; written down if that was not done just now."""
+        """Record that everything up to here is read; save it if due."""
         self.commit, self.seq = commit, seq
         if time.monotonic() - self._saved_at >= SAVE_SECONDS:
             self.save()
 
     def jump_to(self, commit: int, seq: int) -> None:
-        """Go on from here, wherever the reader was before."""
+        """Continue from here, wherever the reader was before, and save it."""
         self.commit, self.seq = commit, seq
         self.save()
 
     def save(self) -> None:
-        """Write the place down."""
+        """Save the offset."""
         stored = {
             "name": self.name,
             "table": self._wanted.name if self._wanted else None,
@@ -147,7 +158,7 @@ class Consumer:
 
 
 class ReadProgress:
-    """How far a reader is, and where that is written down if it gave a name."""
+    """A reader's offset, which is saved if the reader has a name."""
 
     def __init__(self, start: tuple[int, int], consumer: Consumer | None) -> None:
         self.commit, self.seq = start
@@ -165,7 +176,7 @@ class ReadProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class TableProgress:
-    """What the applying process says of one lake table."""
+    """The progress of one lake table, as the applying process reports it."""
 
     table: TableId
     numbers: tuple[int, ...]
@@ -174,7 +185,7 @@ class TableProgress:
 
 
 def write_table_progress(log: LogPath, hints: Sequence[TableProgress]) -> None:
-    """Say what the lake tables have covered; replaces what was said before."""
+    """Save what the lake tables have covered; this replaces the last report."""
     stored = [
         {
             "schema": hint.table.schema,
@@ -192,24 +203,24 @@ def write_table_progress(log: LogPath, hints: Sequence[TableProgress]) -> None:
 
 
 def read_holds(log: LogPath, named: Callable[[str], Iterable[int]] = lambda name: ()) -> list[RetentionHold]:
-    """Everyone who needs something of the log, expired ones too.
+    """Return everything that holds rows of the log, expired holds too.
 
-    `named` gives the numbers that tables of a name have by now: rows may have come since, of a table that had none
-    or was made again, and whoever reads it by name needs them as well.
+    `named` gives the numbers that tables of a name have by now. A table may have got its first rows since, or been made
+    again, and a reader that selects it by name needs those rows as well.
     """
 
     def numbers(stored: Iterable[int], name: str) -> tuple[int, ...]:
         return tuple(sorted({*stored, *named(name)}))
 
     folder = log / "consumers"
-    found = []
+    holds = []
     with files.explain_errors(folder):
         paths = files.matching_files(folder, "*.json")
     for path in paths:
         stored = _read(path)
         if stored is None or path.name == TABLES_FILE:
             continue
-        found.append(
+        holds.append(
             RetentionHold(
                 name=stored["name"],
                 kind="consumer",
@@ -220,44 +231,47 @@ def read_holds(log: LogPath, named: Callable[[str], Iterable[int]] = lambda name
                 expires_seconds=stored["expires_seconds"],
             )
         )
-    said = _read(folder / TABLES_FILE) or {"tables": [], "at": 0.0}
-    for table in said["tables"]:
+    reported = _read(folder / TABLES_FILE) or {"tables": [], "at": 0.0}
+    for table in reported["tables"]:
         name = str(TableId.from_json(table))
-        found.append(
+        holds.append(
             RetentionHold(
                 name=name,
                 kind="table",
                 tables=numbers(table["numbers"], name),
                 commit=table["commit"],
                 seq=table["seq"],
-                seen_at=said["at"],
+                seen_at=reported["at"],
                 expires_seconds=None,
             )
         )
-    return found
+    return holds
 
 
 def read_table_progress(log: LogPath) -> list[TableProgress]:
-    """What the applying process last said; nothing if it cannot be read."""
-    said = _read(log / "consumers" / TABLES_FILE) or {"tables": []}
+    """Return the last report of the applying process; nothing if it is unreadable."""
+    reported = _read(log / "consumers" / TABLES_FILE) or {"tables": []}
     return [
         TableProgress(
             table=TableId.from_json(table), numbers=tuple(table["numbers"]), commit=table["commit"], seq=table["seq"]
         )
-        for table in said["tables"]
+        for table in reported["tables"]
     ]
 
 
 def unreadable_files(log: LogPath) -> list[LogPath]:
-    """The files of readers and tables that are not what was written: the log keeps nothing for them."""
+    """Return the damaged files of readers and tables.
+
+    The log keeps nothing for them.
+    """
     folder = log / "consumers"
     with files.explain_errors(folder):
-        found = [path for path in files.matching_files(folder, "*.json") if _read(path) is None]
-    return [path for path in found if path.exists()]  # one that was forgotten meanwhile is not unreadable
+        unreadable = [path for path in files.matching_files(folder, "*.json") if _read(path) is None]
+    return [path for path in unreadable if path.exists()]  # one that was forgotten meanwhile is not unreadable
 
 
 def forget_consumer(log: LogPath, name: str) -> None:
-    """Let go of what a named reader holds."""
+    """Remove a named reader's hold on the log."""
     path = consumer_path(log, name)
     if not path.exists():
         known = [hold.name for hold in read_holds(log) if hold.kind == "consumer"]
@@ -271,29 +285,29 @@ def forget_consumer(log: LogPath, name: str) -> None:
 
 
 def _read(path: LogPath) -> dict[str, Any] | None:
-    """What a file says; None if it is not there, or not what was written."""
+    """Return the content of a file; None if it is missing or damaged."""
     try:
         text = path.read_bytes()
         stored = json.loads(text)
         if "crc" in stored:  # the first logs had none
             stored = records.decode(text, FORMAT)
-    except files.STORE_ERRORS as error:  # not a place that is lost: it would hold nothing
+    except files.STORE_ERRORS as error:  # the offset is not lost: if it were, it would hold nothing
         raise files.explained_error(error, path) from error
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if path.name != TABLES_FILE:
-        return stored if _fits(stored, _PLACE) and _are_numbers(stored["tables"] or []) else None
-    whole = _fits(stored, _SAID) and all(
-        _fits(table, _HINT) and _are_numbers(table["numbers"]) for table in stored["tables"]
+        return stored if _fits(stored, _CONSUMER_FIELDS) and _are_numbers(stored["tables"] or []) else None
+    whole = _fits(stored, _TABLES_FIELDS) and all(
+        _fits(table, _TABLE_FIELDS) and _are_numbers(table["numbers"]) for table in stored["tables"]
     )
     return stored if whole else None
 
 
-def _fits(stored: object, shape: dict[str, UnionType | type]) -> bool:
+def _fits(stored: object, fields: dict[str, UnionType | type]) -> bool:
     return isinstance(stored, dict) and all(
-        name in stored and isinstance(stored[name], kind) for name, kind in shape.items()
+        name in stored and isinstance(stored[name], kind) for name, kind in fields.items()
     )
 
 
-def _are_numbers(found: list[Any]) -> bool:
-    return all(isinstance(number, int) for number in found)
+def _are_numbers(values: list[Any]) -> bool:
+    return all(isinstance(number, int) for number in values)

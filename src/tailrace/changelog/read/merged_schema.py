@@ -1,13 +1,13 @@
-"""One view over all versions of a table's shape, by stated rules.
+"""Merge all versions of a table's schema into one view, by stated rules.
 
-1. Columns go by name. First come those of the newest version, in its order, then those that only older versions
-   have, those of the newer version first.
+1. Columns go by name. First are those of the newest version, in its order, then those that only older versions have,
+   with the newer version's first.
 2. A column that a version does not have is null in that version's rows.
-3. Where versions differ in a column's type, the view's is the narrowest that holds every value of each exactly:
-   the wider integer, the wider float, a decimal with room for both. Where there is none it is text: numbers, dates and
-   times as Arrow writes them, bytes as `\\x` and hexadecimal digits, lists as JSON.
-4. The key is the newest version's. `_moved_from` has the columns of every version's key: a row's old key is told by
-   the one that it had.
+3. Where versions differ in a column's type, the view has the narrowest type that holds every value of each exactly.
+   That is the wider integer, the wider float, or a decimal with room for both. If no such type exists it is text:
+   numbers, dates and times as Arrow writes them, bytes as `\\x` and hexadecimal digits, lists as JSON.
+4. The key is the newest version's. `_moved_from` has the columns of every version's key, because a row's old key is
+   named by the key that it had.
 
 `_before` and `_moved_from` follow the same rules. Nothing else about a row changes.
 """
@@ -30,7 +30,7 @@ DECIMAL_DIGITS_MAX = 38
 
 
 def merged_schema(versions: Sequence[TableSchema]) -> TableSchema:
-    """The shape of the view over these versions, given oldest first."""
+    """Return the schema of the view over these versions, oldest first."""
     newest = versions[-1]
     names: dict[str, Column] = {}
     for version in reversed(versions):
@@ -48,7 +48,10 @@ def _types_of(name: str, versions: Sequence[TableSchema]) -> list[pa.DataType]:
 
 
 def _common(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """The narrowest type that holds every value of both exactly; text if there is none."""
+    """Return the narrowest type that holds every value of both exactly.
+
+    It is text if no other type does.
+    """
     if one == other:
         return one
     for same in (pa.types.is_signed_integer, pa.types.is_floating):
@@ -65,46 +68,49 @@ def _common(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def can_hold(wider: pa.DataType, narrower: pa.DataType) -> bool:
-    """Whether a column of the one type can take every value of the other, by the third rule."""
+    """Return true if `wider` can hold every value of `narrower`, by the third rule."""
     return bool(_common(wider, narrower) == wider)
 
 
-def fits_schema(version: TableSchema, shape: TableSchema) -> bool:
-    """Whether rows of a version can come in a view, and nothing of them is lost. Each that it was made of can."""
-    known = {column.name: column.type for column in shape.columns}
-    return {*version.key} <= {*shape.key, *shape.former_key} and all(
+def fits_schema(version: TableSchema, view: TableSchema) -> bool:
+    """Return true if rows of a version fit into a view and lose nothing.
+
+    Rows of each version that the view was made of do.
+    """
+    known = {column.name: column.type for column in view.columns}
+    return {*version.key} <= {*view.key, *view.former_key} and all(
         column.name in known and can_hold(known[column.name], column.type) for column in version.columns
     )
 
 
-def conform_to_schema(batch: ChangeBatch, shape: TableSchema) -> ChangeBatch:
-    """The same rows in the view's shape."""
-    if batch.schema == shape:
+def conform_to_schema(batch: ChangeBatch, view: TableSchema) -> ChangeBatch:
+    """Return the same rows with the view's schema."""
+    if batch.schema == view:
         return batch
-    fields = shape.change_schema()
+    fields = view.change_schema()
     names = set(batch.data.schema.names)
     columns = [
         _cast(batch.data.column(field.name), field.type) if field.name in names else pa.nulls(len(batch), field.type)
         for field in fields
     ]
-    return replace(batch, schema=shape, data=pa.RecordBatch.from_arrays(columns, schema=fields))
+    return replace(batch, schema=view, data=pa.RecordBatch.from_arrays(columns, schema=fields))
 
 
-def _cast(column: pa.Array, wanted: pa.DataType) -> pa.Array:
-    if column.type == wanted:
+def _cast(column: pa.Array, target: pa.DataType) -> pa.Array:
+    if column.type == target:
         return column
-    if pa.types.is_struct(wanted):
-        have = {column.type.field(place).name: place for place in range(column.type.num_fields)}
+    if pa.types.is_struct(target):
+        indexes = {column.type.field(index).name: index for index in range(column.type.num_fields)}
         parts = [
-            _cast(pc.struct_field(column, have[field.name]), field.type)
-            if field.name in have
+            _cast(pc.struct_field(column, indexes[field.name]), field.type)
+            if field.name in indexes
             else pa.nulls(len(column), field.type)
-            for field in wanted
+            for field in target
         ]
-        return pa.StructArray.from_arrays(parts, fields=list(wanted), mask=column.is_null())
-    if pa.types.is_string(wanted) and (pa.types.is_binary(column.type) or pa.types.is_nested(column.type)):
+        return pa.StructArray.from_arrays(parts, fields=list(target), mask=column.is_null())
+    if pa.types.is_string(target) and (pa.types.is_binary(column.type) or pa.types.is_nested(column.type)):
         return pa.array([_text(value) for value in python_values(column)], pa.string())
-    return column.cast(wanted)
+    return column.cast(target)
 
 
 def _text(value: object) -> str | None:

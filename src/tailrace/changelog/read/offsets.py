@@ -1,13 +1,18 @@
-"""Places in the log: where a commit's number, a position of the source or a time is.
+"""Resolve offsets in the log, given by commit number, source position or time.
 
-A place lies between two transactions. A commit may hold many, so a position or a time can lie inside of one; then the
-place names the last row before it. Numbers are taken as *from this commit on* and *up to and with it*; a position as
-*what ended after it* and *up to and with it*; a time as *from the first transaction committed then or later* and *up
-to the first one committed later*. So what ends at a position goes on there, with nothing between and nothing twice.
+An offset is between two transactions. A commit may hold many, so a position or a time can be inside one. The offset
+then names the last row before it.
 
-A start from before all that the log has is refused, be it that the log began later or that what it had is gone: nobody
-could see that what comes is a part. `earliest` is the way to ask for what there is. So is a start from after all that
-the log was read up to: what comes next may lie before it.
+- A start at a number means *from this commit on*; an end means *up to and including it*.
+- A start at a position means *what ended after it*; an end means *what ended up to and including it*.
+- A start at a time means *from the first transaction committed then or later*; an end means *up to the first one
+  committed later*.
+
+So a reader that ends at a position and one that starts there share no row and miss none.
+
+A start before all that the log has is refused, whether the log began later or has trimmed it: no reader could see that
+it gets only a part. `earliest` asks for what there is. A start after all that the log has read is refused too: what is
+captured next may be before it.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from tailrace.model.position import Lsn
 
 EARLIEST, LATEST = "earliest", "latest"
 START_OPTION, END_OPTION = "startingPosition", "endingPosition"
-"""What whoever asks for a place calls it."""
+"""The options that take an offset."""
 OffsetOption = str | int | Lsn | datetime
 """`earliest`, `latest`, a commit's number, a position or a time."""
 OFFSET_EXAMPLES = (
@@ -38,33 +43,36 @@ OFFSET_EXAMPLES = (
 
 @dataclass(frozen=True, order=True)
 class LogOffset:
-    """After the commit, and after the row with this `_seq` where that lies in the next one."""
+    """An offset in the log: a commit, and a row in the next one.
+
+    It is after the commit, and after the row with this `_seq` if that is in the next commit.
+    """
 
     commit: int
     seq: int = 0
 
 
 def parse_offset_option(text: str) -> OffsetOption | None:
-    """What is written; None if it is nothing of the kind. A time without a zone is UTC."""
-    given = text.strip()
-    if given.lower() in (EARLIEST, LATEST):
-        return given.lower()
-    if re.fullmatch(r"[0-9]{1,18}", given):
-        return int(given)
-    if "/" in given:
+    """Return the offset that a text means, or None. A time without a zone is UTC."""
+    stripped = text.strip()
+    if stripped.lower() in (EARLIEST, LATEST):
+        return stripped.lower()
+    if re.fullmatch(r"[0-9]{1,18}", stripped):
+        return int(stripped)
+    if "/" in stripped:
         try:
-            return Lsn.parse(given)
+            return Lsn.parse(stripped)
         except ConfigError:
             return None
     try:
-        found = datetime.fromisoformat(given)
+        time = datetime.fromisoformat(stripped)
     except ValueError:
         return None
-    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
 def starting_offset(log: ChangeLog, point: OffsetOption, tables: frozenset[int]) -> LogOffset:
-    """After this place begins what was asked for."""
+    """Return the offset after which the requested changes begin."""
     newest = log.newest()
     match point:
         case int():
@@ -72,15 +80,15 @@ def starting_offset(log: ChangeLog, point: OffsetOption, tables: frozenset[int])
                 raise _outside(log, point, newest, START_OPTION)
             return LogOffset(point - 1)
         case datetime():
-            place, has_earlier = _before(log, _microseconds(point), tables)
-            if not has_earlier and point < (begin := _begun_at(log)):
+            offset, has_earlier = _before(log, _microseconds(point), tables)
+            if not has_earlier and point < (begin := _log_start_time(log)):
                 raise _too_early(log, point, begin)
-            if place == LogOffset(newest):
+            if offset == LogOffset(newest):
                 _refuse_unread(log, point, START_OPTION)
-            return place
+            return offset
         case Lsn():
             _refuse_unread(log, point, START_OPTION)
-            if point < (first := _begun_after(log)):
+            if point < (first := _log_start_position(log)):
                 raise _too_early(log, point, first)
             return _after(log, point, tables)
         case _:
@@ -88,19 +96,22 @@ def starting_offset(log: ChangeLog, point: OffsetOption, tables: frozenset[int])
 
 
 def refuse_past_start(point: OffsetOption) -> None:
-    """Refuse a start in the past of a log that is yet to be made: it will have none."""
+    """Refuse a start in the past for a log that does not exist yet.
+
+    A new log has no past.
+    """
     if point in (EARLIEST, LATEST) or (isinstance(point, int) and FIRST_COMMIT <= point <= FIRST_COMMIT + 1):
         return
     raise ConfigError(
-        "the log is new, and begins with what is committed from now on",
+        "the log is new and begins with what is committed from now on",
         asked=point.isoformat() if isinstance(point, datetime) else point,
-        hint="Leave out `startingPosition`. What is there already is had by reading the table as a whole: "
+        hint="Leave out `startingPosition`. To get the rows that exist already, read the table as a whole: "
         '`spark.read.format("cdc")` with `url`.',
     )
 
 
 def ending_offset(log: ChangeLog, point: OffsetOption, tables: frozenset[int]) -> LogOffset:
-    """At this place ends what was asked for."""
+    """Return the offset at which the requested changes end."""
     newest = log.newest()
     match point:
         case int():
@@ -117,95 +128,108 @@ def ending_offset(log: ChangeLog, point: OffsetOption, tables: frozenset[int]) -
 
 
 def _earliest(log: ChangeLog, tables: frozenset[int]) -> LogOffset:
-    """Before the oldest row of which, and after which, nothing of the tables is gone."""
-    gone = log.trimmed()
+    """Return the offset before the oldest row after which nothing of the tables is trimmed."""
+    trimmed = log.trimmed()
     return LogOffset(
-        gone.commit, max((table.last_seq for table in log.trimmed_tables(gone, tables).values()), default=0)
+        trimmed.commit, max((table.last_seq for table in log.trimmed_tables(trimmed, tables).values()), default=0)
     )
 
 
 def _after(log: ChangeLog, position: Lsn, tables: frozenset[int]) -> LogOffset:
-    """After the last transaction that ended at the position or before."""
+    """Return the offset after the last transaction that ended at or before the position."""
     commit = log.commit_at(position)
 
     def later(rows: pa.RecordBatch) -> pa.Array:
         texts = rows.column(change.POSITION)
-        found = [text for text in pc.unique(texts).to_pylist() if Lsn.parse(text) > position]
-        return pc.is_in(texts, pa.array(found, pa.string()))
+        later_texts = [text for text in pc.unique(texts).to_pylist() if Lsn.parse(text) > position]
+        return pc.is_in(texts, pa.array(later_texts, pa.string()))
 
     trimmed = position < log.trimmed().position
     return LogOffset(commit) if trimmed or commit == log.newest() else _inside(log, commit + 1, tables, later)
 
 
 def _before(log: ChangeLog, at: int, tables: frozenset[int]) -> tuple[LogOffset, bool]:
-    """Before the first transaction that was committed at this time or later; at the end if there is none. And whether
-    the log has one from before it, or of that very time: then nothing that came later is missing."""
+    """Return the offset before the first transaction committed at this time or later.
+
+    Without such a transaction that is the end of the log. Also return true if the log has a transaction from before
+    that time, or of exactly that time: then nothing later is missing.
+    """
 
     def later(rows: pa.RecordBatch) -> pa.Array:
         return pc.greater_equal(rows.column(change.COMMITTED_AT).cast(pa.int64()), at)
 
     newest, has_earlier = log.newest(), False
     for block in commit_blocks(log, log.trimmed().commit + 1, newest):
-        found = (block.committed_at >= at).nonzero()[0]
-        has_earlier |= bool((block.committed_at[: found[0] if len(found) else None] >= 0).any())
-        if len(found):
-            commit = int(block.commit[found[0]])
+        indexes = (block.committed_at >= at).nonzero()[0]
+        has_earlier |= bool((block.committed_at[: indexes[0] if len(indexes) else None] >= 0).any())
+        if len(indexes):
+            commit = int(block.commit[indexes[0]])
             has_earlier = has_earlier or _first_time(log, commit) <= at
             return _inside(log, commit, tables, later), has_earlier
     return LogOffset(newest), has_earlier
 
 
 def _inside(
-    log: ChangeLog, commit: int, tables: frozenset[int], later: Callable[[pa.RecordBatch], pa.Array]
+    log: ChangeLog, commit: int, tables: frozenset[int], is_later: Callable[[pa.RecordBatch], pa.Array]
 ) -> LogOffset:
-    """Before the first row of a commit that is later; rows of a transaction lie together, and none is before it.
+    """Return the offset before the first row of a commit that is `later`.
 
-    Of the tables that are asked for: whoever lacks rows of another is not concerned.
+    A transaction's rows are together, so no row of a later one is before it. Only rows of the requested tables count:
+    rows of others that are trimmed do not matter.
     """
-    first = least = SEQ_MAX
-    most = 0
-    for batch in log.read(commit, commit, tables=_whole(log, commit, tables)):
-        seqs, is_later = batch.data.column(change.SEQ), later(batch.data)
-        after, earlier = seqs.filter(is_later), seqs.filter(pc.invert(is_later))
+    first = first_earlier = SEQ_MAX
+    last_earlier = 0
+    for batch in log.read(commit, commit, tables=_untrimmed_tables(log, commit, tables)):
+        seqs, is_later_row = batch.data.column(change.SEQ), is_later(batch.data)
+        after, earlier = seqs.filter(is_later_row), seqs.filter(pc.invert(is_later_row))
         first = min(first, after[0].as_py() if len(after) else SEQ_MAX)
         if len(earlier):
-            least, most = min(least, earlier[0].as_py()), max(most, earlier[-1].as_py())
-    if first == SEQ_MAX and most:
+            first_earlier, last_earlier = min(first_earlier, earlier[0].as_py()), max(last_earlier, earlier[-1].as_py())
+    if first == SEQ_MAX and last_earlier:
         return LogOffset(commit)
-    # What was committed earlier may come later, also in another table.
-    return LogOffset(commit - 1, min(most, first - 1) if least < first else 0)
+    # A transaction that was committed earlier may follow in the log, also in another table.
+    return LogOffset(commit - 1, min(last_earlier, first - 1) if first_earlier < first else 0)
 
 
-def _whole(log: ChangeLog, commit: int, tables: frozenset[int] | None = None) -> frozenset[int]:
-    """Those of the tables, or of all, of which nothing is gone from a commit on. Reading others would be refused."""
-    gone = log.trimmed()
+def _untrimmed_tables(log: ChangeLog, commit: int, tables: frozenset[int] | None = None) -> frozenset[int]:
+    """Return the tables, of these or of all, with all rows from a commit on.
+
+    To read others would be refused.
+    """
+    trimmed = log.trimmed()
     if tables is None:
         log.schemas.load()
         tables = log.schemas.numbers_matching(lambda _: True)
-    return tables - {number for number, table in log.trimmed_tables(gone, tables).items() if table.commit >= commit}
+    return tables - {number for number, table in log.trimmed_tables(trimmed, tables).items() if table.commit >= commit}
 
 
 def _first_time(log: ChangeLog, commit: int) -> int:
-    """When the first transaction of a commit was committed at the source, as far as its rows are kept."""
+    """Return when the first transaction of a commit was committed at the source.
+
+    Only kept rows count.
+    """
     times = [
         pc.min(batch.data.column(change.COMMITTED_AT)).value
-        for batch in log.read(commit, commit, tables=_whole(log, commit))
+        for batch in log.read(commit, commit, tables=_untrimmed_tables(log, commit))
     ]
     return min(times, default=SEQ_MAX)
 
 
-def _begun_at(log: ChangeLog) -> datetime:
-    """What lies before the oldest commit was committed at the source before that was written."""
+def _log_start_time(log: ChangeLog) -> datetime:
+    """Return the time when the oldest commit was written.
+
+    What is before that commit was committed at the source earlier.
+    """
     first = log.trimmed().commit + 1
     if log.newest() < first:
         return datetime.now(UTC)
     return _time(log_start_at(log, first).written_at)
 
 
-def _begun_after(log: ChangeLog) -> Lsn:
-    """The position that all transactions after it are in the log; 0/0 if that is not known."""
-    gone = log.trimmed()
-    return gone.position if gone.commit else log_start_at(log, FIRST_COMMIT).position
+def _log_start_position(log: ChangeLog) -> Lsn:
+    """Return the position after which all transactions are in the log; 0/0 if unknown."""
+    trimmed = log.trimmed()
+    return trimmed.position if trimmed.commit else log_start_at(log, FIRST_COMMIT).position
 
 
 def _time(microseconds: int) -> datetime:
@@ -219,34 +243,34 @@ def _microseconds(time: datetime) -> int:
 
 def _refuse_unread(log: ChangeLog, point: Lsn | datetime, option: str) -> None:
     last = log.last_header()
-    name, asked, reaches = "position", str(point), "nothing"
+    name, requested, reaches = "position", str(point), "nothing"
     if isinstance(point, Lsn):
         unread = last is None or point > last.end
         reaches = str(last.end) if last else reaches
     else:
-        # A quiet source has only commits without a transaction: when they were written is how far it was read.
+        # A quiet source has only commits without a transaction: their own time says how far it was read.
         until = _time(max(last.written_at, last.committed_at or 0)) if last else None
         unread = until is None or point > until
-        name, asked, reaches = "time", point.isoformat(), until.isoformat() if until else reaches
+        name, requested, reaches = "time", point.isoformat(), until.isoformat() if until else reaches
     if unread:
         raise ConfigError(
             f"the log has not been read up to this {name}",
-            **{name: asked},
+            **{name: requested},
             reaches=reaches,
-            hint=f"Is the capture running? Wait until the log has it, or give `{option}` an earlier one; `latest` "
-            + ("begins with what comes next." if option == START_OPTION else "ends with what there is."),
+            hint=f"Check that the capture is running. Wait until the log has it, or give `{option}` an earlier one; "
+            + ("`latest` begins with the next change." if option == START_OPTION else "`latest` ends with the last."),
         )
 
 
 def _too_early(log: ChangeLog, point: Lsn | datetime, begin: Lsn | datetime) -> TailraceError:
-    asked, first = (value.isoformat() if isinstance(value, datetime) else value for value in (point, begin))
+    requested, first = (value.isoformat() if isinstance(value, datetime) else value for value in (point, begin))
     hint = (
-        f"`startingPosition` `earliest` gives all that it has; {first}, or later, is possible too. What was there "
-        'before is had by reading the table as a whole: `spark.read.format("cdc")` with `url`.'
+        f"Set `startingPosition` to `earliest` for all that the log has, or to {first} or later. To get what was there "
+        'before, read the table as a whole: `spark.read.format("cdc")` with `url`.'
     )
     if log.trimmed().commit:
-        return LogTrimmed("the log no longer holds what it held then", asked=asked, begins=first, hint=hint)
-    return ConfigError("the log begins later than that", asked=asked, begins=first, hint=hint)
+        return LogTrimmed("the log no longer holds changes from that time", asked=requested, begins=first, hint=hint)
+    return ConfigError("the log begins later than the requested start", asked=requested, begins=first, hint=hint)
 
 
 def _outside(log: ChangeLog, commit: int, newest: int, option: str) -> ConfigError:

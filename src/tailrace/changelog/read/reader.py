@@ -1,9 +1,9 @@
-"""Reading the log: commits in order, with nothing skipped, nothing twice and nothing delivered unchecked.
+"""Read the log: commits in order, nothing skipped, nothing twice, nothing unchecked.
 
-Readers never lock and never wait for the writer: a commit exists when its file does, numbers are dense, and
-each starts where the one before ended. Where a commit's rows lie, in a file of its own or in sealed ones, is
-looked up when they are read. What was trimmed, or what the source had discarded unread, is an error to whoever
-follows, never passed over.
+Readers never lock and never wait for the writer. A commit exists when its file does, numbers are dense, and each commit
+starts where the one before ended. The reader looks up at read time whether a commit's rows are in its own file or in
+sealed ones. A follower gets an error for what was trimmed, and for what the source had discarded unread; neither is
+skipped.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ from tailrace.storage.files import LogPath
 FIRST_COMMIT = 1
 _COMMIT_NAME = re.compile(r"[0-9]{20}\.arrow")
 RECHECK_SECONDS = 1.0
-"""In a store, a look at the seals and at what was trimmed that is not older counts: nothing that is read hangs on it,
-for whatever is missing is looked up anew."""
+"""In a store, a look at seals and the trim record is reused this long.
+
+Nothing read depends on it: whatever is missing is looked up again.
+"""
 _MISSES_MAX = 3
-"""Of one file, looked up again each time, before it counts as missing."""
+"""Lookups of one file before it counts as missing."""
 SEQ_MAX = (1 << 63) - 1
 TRIMMED_HINT = (
     "Those changes are gone: read the table as a whole again, and register a consumer (`follow(consumer=...)`) so "
@@ -72,19 +74,21 @@ class ChangeLog:
         self._newest = 0
         self._trimmed = records.CachedRecord(path / TRIMMED, lambda: read_trimmed(path))
         self._gaps = records.CachedRecord(path / GAPS, lambda: confirmed_gaps(path, self.newest()))
-        self._published = records.CachedRecord(path / PUBLISHED, lambda: read_coverage(path))
+        self._coverage = records.CachedRecord(path / PUBLISHED, lambda: read_coverage(path))
         self._mapped: tuple[tuple[int, int], memoryview] = ((0, 0), memoryview(b""))
 
     @classmethod
     def open(cls, path: LogPath | str) -> ChangeLog:
-        """Open an existing log, by its folder or by its URL (`s3://bucket/prefix`); a log that cannot be read is an
-        error, never an empty log."""
+        """Open an existing log, by its folder or by its URL (`s3://bucket/prefix`).
+
+        A log that cannot be read is an error, never an empty log.
+        """
         path = files.parse_log_path(path)
         meta = path / "meta.json"
         with files.explain_errors(meta):
-            found = files.file_exists(meta)
-        if not found:
-            hint = "Start `tailrace run` or `tailrace capture` first; they make it."
+            exists = files.file_exists(meta)
+        if not exists:
+            hint = "Start `tailrace run` or `tailrace capture` first: they create it."
             raise LogUnusable("there is no log here", path=path, hint=hint)
         with files.explain_errors(meta):
             text = meta.read_bytes()
@@ -108,34 +112,37 @@ class ChangeLog:
             )
         return cls(path, log_id, source)
 
-    # What there is.
+    # Commits and records.
 
     def newest(self) -> int:
-        """The number of the newest commit; 0 if there is none yet. Cheap when asked again."""
-        return self._newest_seen(0.0)
+        """Return the number of the newest commit, or 0 without one. A repeated call is cheap."""
+        return self._newest_within(0.0)
 
-    def _newest_seen(self, within: float) -> int:
-        """The same, by a look at seals and at what was trimmed that may be so old where it costs a request."""
-        newest = self._newest or max(self._numbers(), default=0)
+    def _newest_within(self, within: float) -> int:
+        """Return the number of the newest commit.
+
+        Where a look at seals and the trim record costs a request, one `within` so many seconds will do.
+        """
+        newest = self._newest or max(self._unsealed_numbers(), default=0)
         while True:
-            while self._is_there(newest + 1):
+            while self._commit_exists(newest + 1):
                 newest += 1
-            # Whoever looks seldom may find that the next commits are sealed and their own files gone.
+            # After a long pause the next commits may be sealed and their own files removed.
             self.seal_index.refresh(within)
             known = max(self.seal_index.last_commit, self._trimmed.get(within).commit)
             if known <= newest:
-                self._newest = newest  # counted apart: another thread may have seen the same commit come
+                self._newest = newest  # in a local: another thread may count the same new commit
                 return newest
             newest = known
 
-    def _is_there(self, commit: int) -> bool:
+    def _commit_exists(self, commit: int) -> bool:
         path = commit_path(self.path, commit)
         if not files.is_remote(path):
             return path.exists()
         with files.explain_errors(path):
             return files.file_exists(path)
 
-    def _numbers(self) -> list[int]:
+    def _unsealed_numbers(self) -> list[int]:
         folder = self.path / "hot"
         try:
             with files.explain_errors(folder):
@@ -151,21 +158,24 @@ class ChangeLog:
         return [int(name[:20]) for name in names if _COMMIT_NAME.fullmatch(name)]
 
     def last_header(self) -> CommitHeader | None:
-        """What the newest commit holds. Its own file stays when it is sealed, so that there always is one."""
+        """Return the header of the newest commit.
+
+        Its own file stays when it is sealed, so there always is one.
+        """
         newest = self.newest()
         return self.header(newest) if newest else None
 
     def header(self, commit: int) -> CommitHeader:
-        """What a commit holds that is not sealed yet, or only just."""
+        """Return the header of a commit that is not sealed yet, or only just."""
         try:
-            return self._hot_header(commit)
+            return self._unsealed_header(commit)
         except FileNotFoundError as error:
-            raise self._missing(commit, error) from error
+            raise self._missing_commit(commit, error) from error
 
-    def _hot_header(self, commit: int) -> CommitHeader:
+    def _unsealed_header(self, commit: int) -> CommitHeader:
         path = commit_path(self.path, commit)
         try:
-            found, content = commit_file.read_commit(path)
+            header, content = commit_file.read_commit(path)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -176,75 +186,84 @@ class ChangeLog:
                 path=path,
                 hint="Look at the disk and the folder's permissions.",
             ) from error
-        if found.commit != commit or found.log != self.log_id:
-            raise corrupt_commit_error(path, "it belongs to another place")
+        if header.commit != commit or header.log != self.log_id:
+            raise corrupt_commit_error(path, "it belongs to another commit or log")
         if content:
             self._mapped = ((commit, 0), memoryview(content))
-        return found
+        return header
 
-    def _missing(self, commit: int, error: FileNotFoundError) -> LogError:
-        gone = self.trimmed()
-        if commit <= gone.commit:
+    def _missing_commit(self, commit: int, error: FileNotFoundError) -> LogError:
+        trimmed = self.trimmed()
+        if commit <= trimmed.commit:
             return LogTrimmed(
-                "the log no longer holds this commit", commit=commit, first=gone.commit + 1, hint=TRIMMED_HINT
+                "the log no longer holds this commit", commit=commit, first=trimmed.commit + 1, hint=TRIMMED_HINT
             )
         return LogCorrupt(
             "a commit of the log is missing",
             path=files.log_file_named(self.path, error.filename) if error.filename else commit_path(self.path, commit),
             hint="Compare the folder with a copy of the log and restore what it lacks: this file, the seal in `cold` "
-            f"that stands for it, or `trimmed.json`. Without a copy: {NEW_LOG_HINT}",
+            f"that replaced it, or `trimmed.json`. Without a copy: {NEW_LOG_HINT}",
         )
 
     def headers(self, after: int, to: int | None = None) -> Iterator[CommitHeader]:
-        """The commits after a number that are not sealed yet, in order, each starting where the one before ended."""
+        """Yield the unsealed commits after a number, in order.
+
+        Each must start where the one before ended.
+        """
         previous: CommitHeader | None = None
         for commit in range(after + 1, (self.newest() if to is None else to) + 1):
-            found = self.header(commit)
-            if previous is not None and found.start != previous.end:
+            header = self.header(commit)
+            if previous is not None and header.start != previous.end:
                 raise corrupt_commit_error(
                     commit_path(self.path, commit), "it does not start where the one before ended"
                 )
-            yield found
-            previous = found
+            yield header
+            previous = header
 
     def trimmed(self) -> TrimRecord:
-        """What is no longer kept. Cheap when nothing changed."""
+        """Return what is no longer kept. It is cheap when nothing changed."""
         return self._trimmed.get()
 
     def gaps(self) -> tuple[Gap, ...]:
-        """Where changes are missing, oldest first. Cheap when nothing changed."""
+        """Return the gaps, oldest first. It is cheap when nothing changed."""
         return self._gaps.get()
 
     def coverage(self) -> Coverage:
-        """When tables came into the publication. Cheap when nothing changed."""
-        return self._published.get()
+        """Return when tables entered the publication. It is cheap when nothing changed."""
+        return self._coverage.get()
 
     def files(self, table: TableId | str | int) -> list[LogPath]:
-        """The sealed files of a table now, in order: Parquet, for any reader. What is not sealed is not in them."""
+        """Return the sealed files of a table now, in order: Parquet, for any reader.
+
+        They lack what is not sealed.
+        """
         self.seal_index.refresh()
         numbers = set(self.table_numbers(table))
-        gone = self.trimmed()
+        trimmed = self.trimmed()
         return [
             self.path / file.file
             for seal in self.seal_index.seals
             for file in seal.files
-            if file.table in numbers and not gone.is_trimmed(file.table, file.last_seq)
+            if file.table in numbers and not trimmed.is_trimmed(file.table, file.last_seq)
         ]
 
     def table_numbers(self, table: TableId | str | int) -> list[int]:
-        """The log's numbers for a table: several, if it was dropped and made again."""
+        """Return the log's numbers for a table: several, if it was dropped and made again."""
         return sorted(TableSelector(self.schemas, table).numbers)
 
     # Reading rows.
 
     def batch(self, header: CommitHeader, body: CommitBody) -> ChangeBatch:
-        """One table's rows of a commit that is not sealed; optional columns that were left out stay so."""
-        try:
-            return self._hot_batch(header, body)
-        except FileNotFoundError as error:
-            raise self._missing(header.commit, error) from error
+        """Return one table's rows of an unsealed commit.
 
-    def _hot_batch(self, header: CommitHeader, body: CommitBody) -> ChangeBatch:
+        Optional columns that were left out stay so.
+        """
+        try:
+            return self._unsealed_batch(header, body)
+        except FileNotFoundError as error:
+            raise self._missing_commit(header.commit, error) from error
+
+    def _unsealed_batch(self, header: CommitHeader, body: CommitBody) -> ChangeBatch:
         version = self.schemas.get(body.table, body.schema)
         piece = header.big[body.piece - 1] if body.piece else None
         begin = body.at if piece else header.bodies_at + body.at
@@ -265,13 +284,13 @@ class ChangeLog:
         return self.path / header.big[piece - 1].file if piece else commit_path(self.path, header.commit)
 
     def _bytes_of(self, header: CommitHeader, piece: int) -> memoryview:
-        """A file's bytes; the last file is kept at hand, for a commit has many bodies."""
-        which = (header.commit, piece)
+        """Return a file's bytes; the last file is cached, because a commit has many bodies."""
+        key = (header.commit, piece)
         known = self._mapped
-        if known[0] != which:
+        if known[0] != key:
             path = self._file_of(header, piece)
             with files.explain_errors_but_missing(path):
-                known = self._mapped = (which, files.read_view(path))
+                known = self._mapped = (key, files.read_view(path))
         return known[1]
 
     def read(
@@ -283,10 +302,11 @@ class ChangeLog:
         after_seq: int = 0,
         to_seq: int = SEQ_MAX,
     ) -> Iterator[ChangeBatch]:
-        """The rows of commits from `first` to `last`, in order, sealed or not, each once.
+        """Yield the rows of commits from `first` to `last`, in order, each once.
 
-        Of one table they come in `_seq` order; of all tables (`None`: those of the source) commit by commit. Where
-        rows lie is looked up when they are read, so the log may be sealed and joined meanwhile.
+        They may be sealed or not. Rows of one table are in `_seq` order; rows of many tables (`None`: all of the
+        source) are yielded commit by commit. The files with the rows are looked up at read time, so the log may be
+        sealed and merged meanwhile.
         """
         for _, batch in self._read(first, last, tables, after_seq, to_seq):
             yield batch
@@ -300,73 +320,73 @@ class ChangeLog:
         to_seq: int = SEQ_MAX,
         covered: Mapping[int, int] = MappingProxyType({}),
     ) -> Iterator[tuple[int, ChangeBatch]]:
-        """Each batch, and the commit up to which everything had been delivered before it.
+        """Yield each batch with the commit up to which everything was delivered before it.
 
-        `covered` has the last row of tables that is not asked for.
+        `covered` has the last row per table that is not requested.
         """
         delivered = dict(covered)
-        commit, gone = first, NOTHING_TRIMMED
+        commit, trimmed = first, NOTHING_TRIMMED
         misses, end = 0, None
         while commit <= last:
             # A file that is missing may be so because what we saw a moment ago is no longer true.
             within = 0.0 if misses else RECHECK_SECONDS
             self.seal_index.refresh(within)
-            # What is gone can only have become more, and what we need of it only less.
+            # Meanwhile more may have been trimmed, and we can only need less of it.
             latest = self._trimmed.get(within)
-            if latest is not gone:
-                gone = latest
-                self._refuse_trimmed(gone, commit, tables, after_seq, delivered)
-            if commit <= gone.commit:
-                commit, end = gone.commit + 1, None
+            if latest is not trimmed:
+                trimmed = latest
+                self._refuse_trimmed(trimmed, commit, tables, after_seq, delivered)
+            if commit <= trimmed.commit:
+                commit, end = trimmed.commit + 1, None
                 continue
             seal = self.seal_index.covering(commit)
             span = RowSpan(commit, last, after_seq, to_seq)
             try:
-                held = seal or self._hot_header(commit)
-                found = (
-                    self._of_seal(held, span, tables, gone)
-                    if isinstance(held, Seal)
-                    else self._of_commit(held, span, tables)
+                source = seal or self._unsealed_header(commit)
+                batches = (
+                    self._of_seal(source, span, tables, trimmed)
+                    if isinstance(source, Seal)
+                    else self._of_commit(source, span, tables)
                 )
-                # A seal may begin before the commit that is wanted: it was made since the last one was read.
-                if end is not None and held.start != end and (seal is None or seal.first == commit):
+                # A seal may begin before this commit: it was made since the last one was read.
+                if end is not None and source.start != end and (seal is None or seal.first == commit):
                     where = cold.seal_path(self.path, seal.stem) if seal else commit_path(self.path, commit)
                     raise corrupt_commit_error(where, "it does not start where the one before ended")
-                for done, number, batch in found:
+                for done, number, batch in batches:
                     fresh = rows_between(batch, max(after_seq, delivered.get(number, 0)), to_seq)
                     if len(fresh):
                         misses = 0
                         delivered[number] = fresh.data.column(change.SEQ)[-1].as_py()
                         yield done, fresh
             except FileNotFoundError as error:
-                # It was sealed, joined or trimmed between looking it up and reading it; or it is not there at all.
+                # It was sealed, merged or trimmed between lookup and read, or it is missing.
                 misses += 1
                 if misses > _MISSES_MAX:
                     raise self._missing_file(commit, error) from error
                 continue
-            end = held.end
+            end = source.end
             commit = commit + 1 if seal is None else seal.last + 1
 
     def _of_commit(
         self, header: CommitHeader, span: RowSpan, tables: Collection[int] | TableSelector | None
     ) -> Iterator[tuple[int, int, ChangeBatch]]:
         for body in header.bodies:
-            outside = body.last_seq <= span.after_seq or body.first_seq > span.to_seq
-            if not outside and self._is_wanted(body.table, body.schema, tables):
-                yield header.commit - 1, body.table, self._hot_batch(header, body)
+            not_in_span = body.last_seq <= span.after_seq or body.first_seq > span.to_seq
+            if not not_in_span and self._is_wanted(body.table, body.schema, tables):
+                yield header.commit - 1, body.table, self._unsealed_batch(header, body)
 
     def _of_seal(
-        self, seal: Seal, span: RowSpan, tables: Collection[int] | TableSelector | None, gone: TrimRecord
+        self, seal: Seal, span: RowSpan, tables: Collection[int] | TableSelector | None, trimmed: TrimRecord
     ) -> Iterator[tuple[int, int, ChangeBatch]]:
-        wanted = [
+        selected = [
             file
             for file in seal.files
-            if self._is_wanted(file.table, file.schema, tables) and not gone.is_trimmed(file.table, file.last_seq)
+            if self._is_wanted(file.table, file.schema, tables) and not trimmed.is_trimmed(file.table, file.last_seq)
         ]
         reader = SealedFileReader(self.path, self.schemas.get, self._checked)
-        if len({file.table for file in wanted}) > 1:
-            return reader.batches_by_commit(wanted, self.seal_index.commit_list(seal), span)
-        return itertools.chain.from_iterable(reader.batches(file, span) for file in wanted)
+        if len({file.table for file in selected}) > 1:
+            return reader.batches_by_commit(selected, self.seal_index.commit_list(seal), span)
+        return itertools.chain.from_iterable(reader.batches(file, span) for file in selected)
 
     def _is_wanted(self, table: int, schema: int, tables: Collection[int] | TableSelector | None) -> bool:
         if isinstance(tables, TableSelector):
@@ -376,29 +396,29 @@ class ChangeLog:
         return not is_system(self.schemas.get(table, schema).schema)
 
     def trimmed_tables(
-        self, gone: TrimRecord, tables: Collection[int] | TableSelector | None
+        self, record: TrimRecord, tables: Collection[int] | TableSelector | None
     ) -> dict[int, TrimmedTable]:
-        """What is gone of the tables that are asked for."""
-        found = {}
-        for number, table in gone.tables.items():
-            self.schemas.get(number, 1)  # a shape that is missing is damage, not a wrong question
+        """Return what is trimmed of the requested tables."""
+        trimmed = {}
+        for number, table in record.tables.items():
+            self.schemas.get(number, 1)  # a missing schema is damage, not a wrong request
             if self._is_wanted(number, self.schemas.latest_of(number).version, tables):
-                found[number] = table
-        return found
+                trimmed[number] = table
+        return trimmed
 
     def _refuse_trimmed(
         self,
-        gone: TrimRecord,
+        trimmed: TrimRecord,
         first: int,
         tables: Collection[int] | TableSelector | None,
         after_seq: int,
         delivered: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Rows that are gone are never passed over in silence."""
-        for number, table in self.trimmed_tables(gone, tables).items():
+        """Refuse a read that would skip trimmed rows silently."""
+        for number, table in self.trimmed_tables(trimmed, tables).items():
             if first <= table.commit and table.last_seq > max(after_seq, delivered.get(number, 0)):
                 raise LogTrimmed(
-                    "the log no longer holds all that was asked for",
+                    "the log no longer holds all requested rows",
                     table=number,
                     commit=first,
                     gone_to=table.commit,
@@ -408,7 +428,7 @@ class ChangeLog:
     def _missing_file(self, commit: int, error: FileNotFoundError) -> LogError:
         seal = self.seal_index.covering(commit)
         if seal is None:
-            return self._missing(commit, error)
+            return self._missing_commit(commit, error)
         path = cold.seal_path(self.path, seal.stem)
         return cold.sealed_file_error(
             files.log_file_named(self.path, error.filename) if error.filename else path, "it is missing"
@@ -424,57 +444,59 @@ class ChangeLog:
         expires_seconds: float | None = EXPIRE_SECONDS,
         merged: bool = False,
     ) -> Iterator[ChangeBatch]:
-        """The batches after a commit, in order, then whatever comes, until nothing came for `wait_seconds`.
+        """Yield the batches after a commit, in order, then new ones as they arrive.
 
-        `after` is a commit's number or a position of the source; without it reading begins with the oldest row that
-        is kept. `wait_seconds=None` waits for ever. Nothing is read ahead: a slow reader costs no memory, only the
-        log's room. Each row comes with the version of its table's shape that it was written with; with `merged`, in
-        one shape over all versions (`changelog/read/merged_schema.py` has the rules).
+        `after` is a commit's number or a position of the source. Without it reading begins with the oldest kept row. It
+        ends when nothing arrived for `wait_seconds`; None waits for ever. Nothing is read ahead: a slow reader costs no
+        memory, only the log's room. Each row has the schema version with which it was written. With `merged`, all rows
+        have one schema over all versions (`changelog/read/merged_schema.py` has the rules).
 
-        With `consumer`, the log remembers under that name how far the reader is and keeps what it has not read. A
-        batch counts as read when the next one is asked for, and without `after` reading goes on there; with it the
-        reader's place is moved there. One that is not heard of for `expires_seconds` holds nothing any more.
+        With `consumer`, the log remembers the reader's progress under that name and keeps what it has not read. A batch
+        counts as read when the next one is requested. Without `after` reading continues there; with `after` the
+        reader's progress moves to it. A consumer without a sign for `expires_seconds` holds nothing any more.
         """
-        wanted = None if table is None else TableSelector(self.schemas, table)
+        selector = None if table is None else TableSelector(self.schemas, table)
         position = after if isinstance(after, Lsn) else None
         begin = self.commit_at(after) if isinstance(after, Lsn) else after
-        gone, place, covered = self.trimmed(), None, dict[int, int]()
-        start = (begin, 0) if begin is not None else self._whole_from(gone, wanted)
+        trimmed, named_reader, covered = self.trimmed(), None, dict[int, int]()
+        start = (begin, 0) if begin is not None else self._untrimmed_start(trimmed, selector)
         if consumer is not None:
-            place = Consumer.open(self.path, consumer, wanted=wanted, start=start, expires_seconds=expires_seconds)
-            start = (place.commit, place.seq) if after is None else start
+            named_reader = Consumer.open(
+                self.path, consumer, wanted=selector, start=start, expires_seconds=expires_seconds
+            )
+            start = (named_reader.commit, named_reader.seq) if after is None else start
         elif after is None:
-            start = (gone.commit, 0)
-            covered = {number: table.last_seq for number, table in gone.tables.items()}
-        self._refuse_trimmed(gone, start[0] + 1, wanted, start[1], covered)
-        if place is not None and after is not None:
-            place.jump_to(*start)
-        reached = ReadProgress(start, place)
+            start = (trimmed.commit, 0)
+            covered = {number: table.last_seq for number, table in trimmed.tables.items()}
+        self._refuse_trimmed(trimmed, start[0] + 1, selector, start[1], covered)
+        if named_reader is not None and after is not None:
+            named_reader.jump_to(*start)
+        progress = ReadProgress(start, named_reader)
         try:
-            for batch in self._follow(reached, wanted, wait_seconds, covered):
+            for batch in self._follow(progress, selector, wait_seconds, covered):
                 if position is not None:
                     batch = rows_after_position(batch, position)
                 if len(batch):
                     yield self._conformed(batch) if merged else batch
         finally:
-            reached.save()
+            progress.save()
 
-    def _whole_from(self, gone: TrimRecord, wanted: TableSelector | None) -> tuple[int, int]:
-        """The first commit and `_seq` after which nothing that is asked for is gone."""
-        lost = self.trimmed_tables(gone, wanted)
-        if wanted is not None and len(wanted.numbers) == 1:
-            return gone.commit, max((table.last_seq for table in lost.values()), default=0)
-        return max([gone.commit, *(table.commit for table in lost.values())]), 0
+    def _untrimmed_start(self, trimmed: TrimRecord, selector: TableSelector | None) -> tuple[int, int]:
+        """Return the first commit and `_seq` after which no requested row is trimmed."""
+        missing = self.trimmed_tables(trimmed, selector)
+        if selector is not None and len(selector.numbers) == 1:
+            return trimmed.commit, max((table.last_seq for table in missing.values()), default=0)
+        return max([trimmed.commit, *(table.commit for table in missing.values())]), 0
 
     def _conformed(self, batch: ChangeBatch) -> ChangeBatch:
-        """The batch in one shape over all versions of its table that are known by now."""
+        """Return the batch in one schema over all known versions of its table."""
         view = merged_schema(self.schemas.schemas_of(batch.schema))
         return conform_to_schema(
             batch, replace(view, identity=batch.schema.identity)
-        )  # what was told of old rows was told so
+        )  # old rows were sent under their own replica identity
 
     def commit_at(self, position: Lsn) -> int:
-        """The last commit that ends at or before a position of the source; 0 if none does."""
+        """Return the last commit that ends at or before a source position; 0 without one."""
         low, high = self.trimmed().commit, self.newest()
         if position < self.trimmed().position:
             return 0
@@ -483,8 +505,8 @@ class ChangeLog:
             for seal in seals:
                 if position < seal.end:
                     commits = self.seal_index.commit_list_near(seal)
-                    place = int(commits.end.searchsorted(position.value, side="right"))
-                    return int(commits.commit[place - 1]) if place else seal.first - 1
+                    index = int(commits.end.searchsorted(position.value, side="right"))
+                    return int(commits.commit[index - 1]) if index else seal.first - 1
         low = max(low, self.seal_index.last_commit)
         while low < high:
             middle = (low + high + 1) // 2
@@ -493,31 +515,33 @@ class ChangeLog:
 
     def _follow(
         self,
-        reached: ReadProgress,
-        wanted: TableSelector | None,
+        progress: ReadProgress,
+        selector: TableSelector | None,
         wait_seconds: float | None,
         covered: Mapping[int, int],
     ) -> Iterator[ChangeBatch]:
-        heard = time.monotonic()
+        last_arrival = time.monotonic()
         while True:
-            newest, before = self._newest_seen(RECHECK_SECONDS), reached.commit
-            lossless = wanted is not None and wanted.numbers == {SCHEMA_STREAM_NUMBER}  # shapes come with the next row
+            newest, before = self._newest_within(RECHECK_SECONDS), progress.commit
+            no_gaps = selector is not None and selector.numbers == {
+                SCHEMA_STREAM_NUMBER
+            }  # a schema version is announced with the next row
             passed = (gap for gap in self.gaps() if before < gap.commit <= newest)
-            gap = None if lossless else next(passed, None)
+            gap = None if no_gaps else next(passed, None)
             newest = gap.commit - 1 if gap is not None else newest
-            for done, batch in self._read(before + 1, newest, wanted, reached.seq, covered=covered):
-                reached.advance_to(done, reached.seq)
+            for done, batch in self._read(before + 1, newest, selector, progress.seq, covered=covered):
+                progress.advance_to(done, progress.seq)
                 yield batch
-                # Of several tables a commit comes table by table, so only whole commits count as read.
-                one = wanted is not None and len(wanted.numbers) == 1
-                reached.advance_to(done, batch.data.column(change.SEQ)[-1].as_py() if one else reached.seq)
+                # With several tables a commit is delivered table by table, so only whole commits count as read.
+                one = selector is not None and len(selector.numbers) == 1
+                progress.advance_to(done, batch.data.column(change.SEQ)[-1].as_py() if one else progress.seq)
             if newest > before:
-                reached.advance_to(newest, reached.seq)
-                heard = time.monotonic()
+                progress.advance_to(newest, progress.seq)
+                last_arrival = time.monotonic()
             if gap is not None:
                 raise gap.error
             if newest > before:
-                continue  # the next may have come meanwhile
-            if wait_seconds is not None and time.monotonic() >= heard + wait_seconds:
+                continue  # the next may have arrived meanwhile
+            if wait_seconds is not None and time.monotonic() >= last_arrival + wait_seconds:
                 return
-            wait_for_commit(self.path, newest + 1, time.monotonic() - heard)
+            wait_for_commit(self.path, newest + 1, time.monotonic() - last_arrival)

@@ -1,4 +1,4 @@
-"""Small, pure steps that rows go through between a file of the log and a reader."""
+"""Pure steps that rows take from a file of the log to a reader."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 
 _ALWAYS = [field.name for field in change.REQUIRED]
-_SEQ_PLACE, _POSITION_PLACE = _ALWAYS.index(change.SEQ), _ALWAYS.index(change.POSITION)
+_SEQ_INDEX, _POSITION_INDEX = _ALWAYS.index(change.SEQ), _ALWAYS.index(change.POSITION)
 
 
 def restore_rows(
     stored: pa.RecordBatch, version: LogSchemaVersion, body: CommitBody, position: str | None
 ) -> pa.RecordBatch:
-    """The rows of a body: `_seq` counted in the log instead of in the window the rows came in, and `_position` where it
-    was not known when they were written. Optional columns that were left out stay so."""
+    """Return the rows of a body as readers see them.
+
+    `_seq` counts in the log and no longer in the rows' own window. `_position` is added where it was not known when
+    they were written. Optional columns that were left out stay so.
+    """
     data = stored
     if body.base:
-        seqs = pa.array(stored.column(_SEQ_PLACE).to_numpy() + body.base)
-        data = data.set_column(_SEQ_PLACE, version.arrow_schema.field(_SEQ_PLACE), seqs)
+        seqs = pa.array(stored.column(_SEQ_INDEX).to_numpy() + body.base)
+        data = data.set_column(_SEQ_INDEX, version.arrow_schema.field(_SEQ_INDEX), seqs)
     if position is not None and change.POSITION in body.without:
-        field = version.arrow_schema.field(_POSITION_PLACE)
-        data = data.add_column(_POSITION_PLACE, field, pa.repeat(pa.scalar(position, field.type), data.num_rows))
+        field = version.arrow_schema.field(_POSITION_INDEX)
+        data = data.add_column(_POSITION_INDEX, field, pa.repeat(pa.scalar(position, field.type), data.num_rows))
     return data
 
 
 def batch_with_counts(schema: TableSchema, data: pa.RecordBatch) -> ChangeBatch:
-    """Rows as a batch, with what a batch knows of its rows counted anew."""
+    """Return rows as a batch, with its counts made from the rows."""
     names = data.schema.names
     moved = data.column(change.MOVED_FROM) if change.MOVED_FROM in names else None
     unfit = data.column(change.UNFIT) if change.UNFIT in names else None
@@ -49,7 +52,10 @@ def batch_with_counts(schema: TableSchema, data: pa.RecordBatch) -> ChangeBatch:
 
 
 def rows_between(batch: ChangeBatch, after_seq: int, to_seq: int) -> ChangeBatch:
-    """The rows of a batch after a `_seq` and up to another; mostly all of them."""
+    """Return the rows of a batch after a `_seq` and up to another.
+
+    Usually that is all of them.
+    """
     seqs = batch.data.column(change.SEQ).to_numpy()
     if seqs[0] > after_seq and seqs[-1] <= to_seq:
         return batch
@@ -58,7 +64,10 @@ def rows_between(batch: ChangeBatch, after_seq: int, to_seq: int) -> ChangeBatch
 
 
 def rows_until_position(batch: ChangeBatch, position: Lsn) -> ChangeBatch:
-    """The rows whose transaction ended at a position or before; the others follow them."""
+    """Return the rows whose transaction ended at or before a position.
+
+    The other rows follow them.
+    """
     texts = batch.data.column(change.POSITION)
     if Lsn.parse(texts[-1].as_py()) <= position:
         return batch
@@ -67,7 +76,10 @@ def rows_until_position(batch: ChangeBatch, position: Lsn) -> ChangeBatch:
 
 
 def rows_after_position(batch: ChangeBatch, position: Lsn) -> ChangeBatch:
-    """The rows whose transaction ended after a position; all of them, from the first commit past it on."""
+    """Return the rows whose transaction ended after a position.
+
+    From the first commit past it, that is all of them.
+    """
     texts = batch.data.column(change.POSITION)
     if Lsn.parse(texts[0].as_py()) > position:
         return batch

@@ -1,7 +1,7 @@
-"""Rows out of sealed files, as they were in the commits they came from.
+"""Read rows out of sealed files, as they were in their commits.
 
-A file is checked as a whole before its first row is delivered. Rows come in bounded batches: a row group at most. Both
-rows of a key that changed are in one batch, as they were in the commit: `Event.row_write` looks from one to the other.
+A file is checked as a whole before its first row is delivered. Rows are delivered in bounded batches, at most a row
+group each. Both rows of a key move are in one batch, as they were in the commit: `Event.row_write` needs both.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from tailrace.storage import files
 from tailrace.storage.files import LogPath
 
 ROWS_AT_ONCE = 131_072
-"""Of many tables together, held at once while they are read side by side;"""
+"""Rows held while tables are read side by side, of all of them together."""
 ROWS_AT_ONCE_MIN = 512
-"""but no fewer of each."""
+"""Rows of each table that are held at least."""
 
 
 @dataclass(frozen=True)
 class RowSpan:
-    """The rows that are wanted: of commits from `first` to `last`, after a `_seq` and up to another."""
+    """The rows to read, by commits and by `_seq`.
+
+    They are of commits from `first` to `last`, after one `_seq` and up to another.
+    """
 
     first: int
     last: int
@@ -38,46 +41,53 @@ class RowSpan:
 
 
 class SealedFileReader:
-    """Opens sealed files of one log; notes in `checked` which it need not check again."""
+    """Reads sealed files of one log.
+
+    `checked` collects the files that need no further check.
+    """
 
     def __init__(
-        self, log: LogPath, shape: Callable[[int, int], LogSchemaVersion], checked: set[tuple[str, int]]
+        self, log: LogPath, schema_of: Callable[[int, int], LogSchemaVersion], checked: set[tuple[str, int]]
     ) -> None:
         self._log = log
-        self._shape = shape
+        self._schema_of = schema_of
         self._checked = checked
 
     def open(self, file: SealedFile) -> pq.ParquetFile:
-        """The file, checked; FileNotFoundError if it is gone."""
+        """Open a checked file; raise FileNotFoundError if it is gone."""
         path = self._log / file.file
         if (file.file, file.crc) not in self._checked:
             check_file(path, file.size, file.crc)
             self._checked.add((file.file, file.crc))
-        # Checked once as a whole, and page by page each time: it may be damaged since.
+        # Checked once as a whole, and page by page each time: it may have been damaged since.
         with files.explain_store_errors(path):
-            found = files.arrow_source(path)
-        return pq.ParquetFile(found, memory_map=True, page_checksum_verification=True)
+            source = files.arrow_source(path)
+        return pq.ParquetFile(source, memory_map=True, page_checksum_verification=True)
 
     def batches(
         self, file: SealedFile, span: RowSpan, rows_max: int | None = None
     ) -> Iterator[tuple[int, int, ChangeBatch]]:
-        """The rows of a file that are wanted, a row group or so many at a time, with table and commit before."""
-        outside = file.last < span.first or file.first > span.last
-        if outside or file.last_seq <= span.after_seq or file.first_seq > span.to_seq:
+        """Yield the rows of a file in the span.
+
+        Each batch has its table and the number of the commit before it. It is one row group, or at most `rows_max`
+        rows.
+        """
+        no_commits = file.last < span.first or file.first > span.last
+        if no_commits or file.last_seq <= span.after_seq or file.first_seq > span.to_seq:
             return
-        version = self._shape(file.table, file.schema)
+        version = self._schema_of(file.table, file.schema)
         with self.open(file) as parquet:
             before = file.first_seq - 1
-            for place, group in enumerate(file.groups):
+            for index, group in enumerate(file.groups):
                 begin, before = before, group.last_seq
                 if group.last_seq <= span.after_seq or group.last < span.first:
                     continue
                 if group.first > span.last or begin >= span.to_seq:
                     return
-                if parquet.metadata.row_group(place).num_rows != group.rows:
+                if parquet.metadata.row_group(index).num_rows != group.rows:
                     raise sealed_file_error(self._log / file.file, "a row group is not as long as it was")
-                for piece in self._pieces(parquet, place, rows_max or group.rows, self._log / file.file):
-                    wanted = _cut(piece, span)
+                for piece in self._pieces(parquet, index, rows_max or group.rows, self._log / file.file):
+                    wanted = _rows_in_span(piece, span)
                     if wanted.num_rows:
                         yield (
                             group.first - 1,
@@ -85,20 +95,20 @@ class SealedFileReader:
                             batch_with_counts(version.schema, wanted.drop_columns([change.COMMIT])),
                         )
 
-    def _pieces(self, parquet: pq.ParquetFile, place: int, rows: int, path: LogPath) -> Iterator[pa.RecordBatch]:
+    def _pieces(self, parquet: pq.ParquetFile, index: int, rows: int, path: LogPath) -> Iterator[pa.RecordBatch]:
         try:
-            yield from _moves_whole(parquet.iter_batches(rows, row_groups=[place], use_threads=False))
+            yield from _keep_moves_together(parquet.iter_batches(rows, row_groups=[index], use_threads=False))
         except (OSError, pa.ArrowException) as error:
             raise sealed_file_error(path, "a page of it cannot be read") from error
 
     def batches_by_commit(
-        self, found: list[SealedFile], commits: CommitList, span: RowSpan
+        self, sealed: list[SealedFile], commits: CommitList, span: RowSpan
     ) -> Iterator[tuple[int, int, ChangeBatch]]:
-        """The rows of many tables commit by commit, as they were before they were sealed."""
-        rows_max = max(ROWS_AT_ONCE // len(found), ROWS_AT_ONCE_MIN)
+        """Yield the rows of many tables commit by commit, as before sealing."""
+        rows_max = max(ROWS_AT_ONCE // len(sealed), ROWS_AT_ONCE_MIN)
         sources = [
             (file.table, _SealedRows(file.first_seq, (item[2] for item in self.batches(file, span, rows_max))))
-            for file in sorted(found, key=lambda file: file.first_seq)
+            for file in sorted(sealed, key=lambda file: file.first_seq)
         ]
         for commit, next_seq in zip(commits.commit.tolist(), commits.next_seq.tolist(), strict=True):
             if commit > span.last:
@@ -108,47 +118,53 @@ class SealedFileReader:
                     yield commit - 1, table, batch
 
 
-def _moves_whole(pieces: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The pieces; where one begins with a row that was moved, with the delete of its old key from the one before."""
-    held: pa.RecordBatch | None = None
+def _keep_moves_together(pieces: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the pieces so that no key move is split.
+
+    Where a piece begins with a moved row, the delete of its old key moves into it from the piece before.
+    """
+    pending: pa.RecordBatch | None = None
     for piece in pieces:
         following = piece
-        if held is not None:
+        if pending is not None:
             if change.MOVED_FROM in piece.schema.names and piece.column(change.MOVED_FROM)[0].is_valid:
-                last = held.num_rows - 1
-                following, held = pa.concat_batches([held.slice(last), piece]), held.slice(0, last)
-            if held.num_rows:
-                yield held
-        held = following
-    if held is not None:
-        yield held
+                last = pending.num_rows - 1
+                following, pending = pa.concat_batches([pending.slice(last), piece]), pending.slice(0, last)
+            if pending.num_rows:
+                yield pending
+        pending = following
+    if pending is not None:
+        yield pending
 
 
 class _SealedRows:
-    """One file's batches, taken piece by piece; opened when its first row is due."""
+    """One file's batches, read piece by piece.
+
+    The file is opened when its first row is due.
+    """
 
     def __init__(self, first_seq: int, batches: Iterator[ChangeBatch]) -> None:
         self._next_seq = first_seq
         self._batches = batches
-        self._held: ChangeBatch | None = None
+        self._pending: ChangeBatch | None = None
 
     def until(self, next_seq: int) -> Iterator[ChangeBatch]:
-        """What comes before a `_seq`."""
+        """Yield the rows before a `_seq`."""
         while self._next_seq < next_seq:
-            held = self._held or next(self._batches, None)
-            if held is None:
+            pending = self._pending or next(self._batches, None)
+            if pending is None:
                 return
-            seqs = held.data.column(change.SEQ).to_numpy()
+            seqs = pending.data.column(change.SEQ).to_numpy()
             rows = int(np.searchsorted(seqs, next_seq))
             if rows:
-                yield batch_with_counts(held.schema, held.data.slice(0, rows))
-            self._held = None
+                yield batch_with_counts(pending.schema, pending.data.slice(0, rows))
+            self._pending = None
             if rows < len(seqs):
-                self._held = replace(held, data=held.data.slice(rows))  # counted when it is given out
+                self._pending = replace(pending, data=pending.data.slice(rows))  # counted when it is yielded
                 self._next_seq = int(seqs[rows])
 
 
-def _cut(rows: pa.RecordBatch, span: RowSpan) -> pa.RecordBatch:
+def _rows_in_span(rows: pa.RecordBatch, span: RowSpan) -> pa.RecordBatch:
     seqs, commits = rows.column(change.SEQ).to_numpy(), rows.column(change.COMMIT).to_numpy()
     begin = max(int(np.searchsorted(seqs, span.after_seq, side="right")), int(np.searchsorted(commits, span.first)))
     end = min(

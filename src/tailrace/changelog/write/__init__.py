@@ -1,1 +1,1 @@
-"""Appending to the log, under its lease."""
+"""The writer of the log, and its lease."""

@@ -1,10 +1,10 @@
-"""The log's lease: `tailrace.storage.lease`, in the log's words, on a disk or in an object store.
+"""Lease a role at the log, on a disk or in an object store.
 
-It only spares the loser the work; the fence is the commit number.
+The lease only spares the loser the work: the commit number is the fence. `tailrace.storage.lease` has the rules.
 
-In an object store there is no lock, only the record, and every write of it replaces exactly the one that was read:
-whoever's token stands in it holds the lease. One that a process of this very kernel left, which is dead, is free at
-once; any other must be seen unchanged for as long as on a disk.
+An object store has no lock, only the record. Every write replaces exactly the record that was read, and the token in it
+names the holder. A record of a dead process of this very kernel is free at once. Any other record must be unchanged for
+as long as on a disk.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tailrace.storage.objects import ObjectMeta, ObjectPath
 __all__ = ["EXPIRY_SECONDS", "WAIT_SECONDS_MAX", "LogLease", "live_holder_pid", "read_holder"]
 
 _LOOKED_SECONDS = 1.0
-"""In a store, a look at the record that is not older counts."""
+"""In a store, `lost` reuses a look at the record that is not older."""
 
 
 class LogLease(lease.Lease):
-    """Of one role at a log."""
+    """The lease of one role at a log."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class LogLease(lease.Lease):
         renew_seconds: float = RENEW_SECONDS,
     ) -> None:
         self._folder = folder
-        hold = DiskLeaseBackend(folder, name) if isinstance(folder, Path) else _ObjectLeaseBackend(folder, name)
+        backend = DiskLeaseBackend(folder, name) if isinstance(folder, Path) else _ObjectLeaseBackend(folder, name)
         super().__init__(
-            hold, name, wait_seconds, take_over=take_over, expiry_seconds=expiry_seconds, renew_seconds=renew_seconds
+            backend, name, wait_seconds, take_over=take_over, expiry_seconds=expiry_seconds, renew_seconds=renew_seconds
         )
 
     def _explained(self) -> AbstractContextManager[None]:
@@ -60,8 +60,8 @@ class LogLease(lease.Lease):
         raise LogBusy(
             f"another process holds the log as its {self._name}",
             **read_holder(self._folder, self._name),
-            hint="Stop that process, or wait for it; two at once would not be safe. If it hangs, or its host "
-            "does, start this one with `--take-over`.",
+            hint="Stop that process, or wait for it: two at once are not safe. If it hangs, or its host does, "
+            "start this one with `--take-over`.",
         )
 
     def _refuse_fenced(self) -> NoReturn:
@@ -69,8 +69,8 @@ class LogLease(lease.Lease):
             f"another process has taken the log over as its {self._name}",
             log=self._folder,
             **read_holder(self._folder, self._name),
-            hint="It goes on from where we stopped: leave it to that process. To move the work back here, "
-            "stop it first.",
+            hint="Leave the work to that process: it continues where we stopped. To move it back here, stop that "
+            "process first.",
         )
 
 
@@ -80,11 +80,11 @@ class _ObjectLeaseBackend:
     def __init__(self, folder: ObjectPath, name: str) -> None:
         self._path, self.token = folder / f"{name}.json", uuid.uuid4().hex
         self._lost = False
-        self._looked = 0.0
+        self._looked_at = 0.0
         self.was_not_released = False
 
     def acquire_if_free(self, watch: HolderWatch, record: bytes) -> bool:
-        stamp, content = self._found()
+        stamp, content = self._read_record()
         watch.expired = False
         if content is not None and not watch.is_free(content, lease.is_holder_gone):
             return False
@@ -92,37 +92,43 @@ class _ObjectLeaseBackend:
         return self._swap(record, stamp)
 
     def acquire_by_force(self, record: bytes) -> bool:
-        return self._swap(record, self._found()[0])
+        return self._swap(record, self._read_record()[0])
 
     def lost(self) -> bool:
-        """Mostly as the last look or renewal found it."""
-        if not self._lost and time.monotonic() >= self._looked + _LOOKED_SECONDS:
+        """Return true if another process took it over.
+
+        The answer is mostly that of the last look or renewal.
+        """
+        if not self._lost and time.monotonic() >= self._looked_at + _LOOKED_SECONDS:
             with suppress(OSError):
-                self._lost = self._is_others(self._found()[1])
+                self._lost = self._is_others(self._read_record()[1])
         return self._lost
 
     def write(self, record: bytes) -> None:
-        """Replace our own record; one that is not ours any more is left as it is."""
-        stamp, content = self._found()
+        """Replace our own record; leave one that is no longer ours as it is."""
+        stamp, content = self._read_record()
         self._lost = self._is_others(content)
         if not self._lost and not self._swap(record, stamp):
-            self._lost = self._is_others(self._found()[1])
+            self._lost = self._is_others(self._read_record()[1])
 
     def close(self) -> None:
-        """The kernel holds nothing."""
+        """Do nothing: the kernel holds nothing for us."""
 
     def _is_others(self, content: bytes | None) -> bool:
         return content is not None and lease.token_of(content) != self.token
 
-    def _found(self) -> tuple[ObjectMeta | None, bytes | None]:
-        """The record and its stamp; a record that was replaced in between is not the one that was stamped."""
+    def _read_record(self) -> tuple[ObjectMeta | None, bytes | None]:
+        """Return the stamp and the record.
+
+        A record that was replaced in between is not the one with that stamp.
+        """
         try:
             stamp = self._path.meta()
             content = self._path.read_bytes()
         except FileNotFoundError:
             return None, None
         finally:
-            self._looked = time.monotonic()
+            self._looked_at = time.monotonic()
         return stamp, content
 
     def _swap(self, record: bytes, stamp: ObjectMeta | None) -> bool:
@@ -134,7 +140,10 @@ class _ObjectLeaseBackend:
 
 
 def live_holder_pid(folder: LogPath, name: str = "owner") -> int | None:
-    """The pid of the live holder on this host, or None if nobody holds the lease."""
+    """Return the pid of the live holder on this host.
+
+    None if no process holds the lease.
+    """
     if isinstance(folder, Path):
         return lease.live_holder_pid(folder, name)
     path = folder / f"{name}.json"

@@ -1,1 +1,1 @@
-"""The apply side of a pipeline: micro-batches, upkeep, and the watch over both ends."""
+"""Apply the log to lake tables: micro-batches, upkeep, and watches over source and lake."""

@@ -1,8 +1,8 @@
-"""The apply side of a pipeline: loads new tables, and brings the loaded ones to the end of the log.
+"""Load new tables, and apply the log to the loaded ones.
 
-Tables at different positions share one query, which only wakes the work; losing its checkpoint loses nothing.
-One table's failure holds back only that table. All tables of a micro-batch end on one commit of the log, and
-no row passes the driver: tasks read the log and write the tables.
+Tables at different positions share one Spark query. The query only wakes the work, so losing its checkpoint loses
+nothing. One table's failure holds back only that table. All tables of a micro-batch end on one commit of the log. No
+row passes the driver: tasks read the log and write the tables.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ log = logging.getLogger(__name__)
 REFETCH_SECONDS_MAX = 60.0
 RETRY_SECONDS = 0.5
 SOURCE_SECONDS = 5.0
-"""Until rows are asked for again of a source that did not answer."""
+"""Seconds before rows are requested again from a source that did not answer."""
 SWEEP_SECONDS = 2.0
 STOP_SECONDS_MAX = 20.0
-"""For what is under way when we are told to stop; then the JVM is ended with it."""
+"""Seconds that running work gets after a stop request. Then the JVM is killed with it."""
 
 
 class Applier:
-    """Loads and applies every wanted table until it is told to stop."""
+    """Loads and applies every wanted table until it is asked to stop."""
 
     def __init__(self, settings: PipelineSettings, change_log: ChangeLog, source: PostgresCapture) -> None:
         self._settings = settings
@@ -73,45 +73,45 @@ class Applier:
             change_log, settings.tables.layout, settings.tables.policies_of, source.parse_value
         )
         self.retention_holds = RetentionHolds(self.registry)
-        self._lake = ForeignWriteWatch(self.registry)
-        self._kept = LoadKeeper(settings.tables.keep_seed, settings.tables.layout, self.registry)
+        self._foreign_write_watch = ForeignWriteWatch(self.registry)
+        self._load_keeper = LoadKeeper(settings.tables.keep_seed, settings.tables.layout, self.registry)
         self._ledger = Ledger(change_log.path)
         self._stopping = threading.Event()
         self._pace = Pace()
-        self._redelivering = DeadLetterReplayer(
+        self._dead_letter_replayer = DeadLetterReplayer(
             self.registry, source, run=self._run, merging=self._pace.merging, stopping=self._stopping
         )
         self._batch = threading.Lock()
         self._woken = threading.Event()
-        self._called_for = 0
-        """The commit that all tables were last asked to come to."""
+        self._target_commit = 0
+        """The commit that all tables were last asked to reach."""
         self._scratch = make_scratch(change_log)
         self._jvm: Jvm | None = None
         self._spark: SparkSession | None = None
         self._engine: SparkEngine | None = None
-        """Where Spark's connector writes the tables."""
+        """The engine, where one of Spark's connectors writes the tables."""
         self._query: StreamingQuery | None = None
         self._restarts = RestartLimit()
-        """Of a query that broke, e.g. because a worker was killed."""
+        """Limit for restarts of a query that broke, e.g. because a worker was killed."""
         self._threads: list[threading.Thread] = []
-        """Those that may be at work; `_threading` is for whoever begins one."""
-        self._threading = threading.Lock()
+        """Threads that may be at work; `_threads_lock` guards the list."""
+        self._threads_lock = threading.Lock()
         self._starting: threading.Thread | None = None
         self._failure: TailraceError | None = None
 
-    # Life and death.
+    # Start and stop.
 
     def discover(self) -> None:
-        """Find the wanted tables and what their lake tables already hold."""
+        """Find the wanted tables, and what their lake tables already hold."""
         self.registry.refresh_index()
-        noted = read_status_file(self._log.path)
+        stored = read_status_file(self._log.path)
         for table in self._source.tables():
-            life = self.registry.add(table.table, table, self._settings.load.mode_of(table.table))
-            life.rows_loaded = noted.get(table.table, {}).get("rows_loaded", 0)
-            for left in UNCOMMITTED:
+            managed = self.registry.add(table.table, table, self._settings.load.mode_of(table.table))
+            managed.rows_loaded = stored.get(table.table, {}).get("rows_loaded", 0)
+            for leftover in UNCOMMITTED:
                 with suppress(TailraceError):
-                    discard(life.location.staging, left, last=True)
-        if not self._source.discovers_tables:  # of those it is not known what they will be called
+                    discard(managed.location.staging, leftover, last=True)
+        if not self._source.discovers_tables:  # otherwise further tables may match later
             for pattern in self._settings.unmatched_patterns(self.registry.tables):
                 log.warning("pattern matches no table", extra={"pattern": pattern})
         self.retention_holds.enable()
@@ -123,14 +123,14 @@ class Applier:
             run=self._run,
             spawn=self._in_background,
             advance=self._advance_one,
-            take=self._take,
+            apply=self._apply_range,
             stopping=self._stopping,
             scratch=self._scratch,
-            seeds=self._kept,
+            keeper=self._load_keeper,
         )
 
     def start(self) -> None:
-        """Begin to start Spark, the loads and the query that wakes the work; returns at once."""
+        """Start Spark, the loads and the query in the background; return at once."""
         self._starting = self._in_background(self._start)
 
     def _start(self) -> None:
@@ -141,12 +141,14 @@ class Applier:
         tables = self._settings.tables
         self._engine = SparkEngine(self._spark, tables.layout.catalog) if tables.written_by_spark else None
         known = [
-            life.applied_position.commit for life in self.registry.tables.values() if life.applied_position is not None
+            managed.applied_position.commit
+            for managed in self.registry.tables.values()
+            if managed.applied_position is not None
         ]
         begin = min([*known, self.registry.index.last_commit]) if known else 0
         self._wake = WakeSource(lambda done: self.registry.next_batch_end(done).end, begin)
         self._in_background(lambda: self._wake.serve(self._stopping))
-        # None of them waits for the query, which takes seconds to start.
+        # None of these waits for the query, which takes seconds to start.
         self._in_background(self.load_scheduler.run)
         for number in range(self._settings.load.connections):
             self._in_background(partial(self.load_scheduler.chunk_readers.run_reader, number))
@@ -157,30 +159,33 @@ class Applier:
         self._query = self._start_query()
 
     def start_compaction(self) -> None:
-        """Begin to look after the tables' files, if that is wished."""
+        """Start compaction in the background, if the settings ask for it."""
         upkeep = self._settings.tables.upkeep
         if upkeep.join or upkeep.remove_after is not None:
-            tending = Compactor(
+            compactor = Compactor(
                 upkeep, self.registry, run=self._run, advance=self._advance_one, stopping=self._stopping
             )
-            self._in_background(tending.run)
+            self._in_background(compactor.run)
 
     def start_dead_letter_replay(self) -> None:
-        """Begin to look for dead letters that are to be tried again."""
-        self._in_background(self._redelivering.run)
+        """Start the replay of dead letters in the background."""
+        self._in_background(self._dead_letter_replayer.run)
 
     def _start_query(self) -> StreamingQuery:
-        """A query with a checkpoint of its own: the tables say where to go on, not Spark."""
+        """Start a query with a new checkpoint.
+
+        The tables store the positions to resume from, not Spark.
+        """
         assert self._spark is not None, "started"
         return self._wake.start(self._spark, self._scratch / f"checkpoint-{self._restarts.count}", self._on_batch)
 
     @property
     def spark_log(self) -> Path:
-        """Where Spark writes what it has to say."""
+        """Path of Spark's own log file."""
         return spark_log(self._settings)
 
     def stop(self) -> None:
-        """Finish what is under way, then let go of everything."""
+        """Finish running work, then release everything."""
         self._stopping.set()
         self._pace.stop_resting()
         if self._query is None:
@@ -189,9 +194,9 @@ class Applier:
         while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
             alive[0].join(left)
         if alive and self._jvm is not None:
-            self._jvm.kill()  # what a task has written and not committed is nobody's
+            self._jvm.kill()  # files that a task has not committed belong to no table
         with suppress(Exception):  # the JVM may be gone already
-            if self._batch.acquire(timeout=STOP_SECONDS_MAX):  # stopped inside a micro-batch it dies noisily
+            if self._batch.acquire(timeout=STOP_SECONDS_MAX):  # a query stopped inside a micro-batch logs errors
                 self._batch.release()
             if self._query is not None and self._query.isActive:
                 self._query.stop()
@@ -202,7 +207,7 @@ class Applier:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _kill_unstarted(self) -> None:
-        """Do not wait for a Spark that is only starting: nothing of ours runs in it yet."""
+        """Kill a Spark that is still starting: none of our work runs in it yet."""
         starting = self._starting
         while starting is not None and starting.is_alive() and self._query is None:
             if self._jvm is not None and self._spark is None:
@@ -210,16 +215,16 @@ class Applier:
             starting.join(0.1)
 
     def check(self) -> None:
-        """Start the query again if it broke; raise what made the apply side as a whole stop."""
+        """Restart a broken query; raise the error that stopped the apply side."""
         if self._failure is not None:
             raise self._failure
         if self._query is None or self._stopping.is_set() or self._query_is_active(self._query):
             return
         if not self._restarts.try_one_more():
             raise TableFailed(
-                "the Spark query ended by itself, again and again",
+                "the Spark query ended unexpectedly too many times",
                 times=RESTARTS_MAX + 1,
-                hint=f"See {self.spark_log}, and start again.",
+                hint=f"Read {self.spark_log} for the cause, then start again.",
             )
         log.warning("query ended, started again", extra={"spark_log": str(self.spark_log)})
         self._query = self._start_query()
@@ -228,16 +233,16 @@ class Applier:
         try:
             return query.isActive
         except Exception as error:
-            hint = f"Was it out of memory? See {self.spark_log}, and start again: nothing is lost."
+            hint = f"Check {self.spark_log}, e.g. for lack of memory, then start again: nothing is lost."
             raise TableFailed("Spark's Java process ended", hint=hint) from error
 
     def stop_resting(self) -> None:
-        """Do not rest between micro-batches, nor go on resting: someone waits for the end."""
+        """End the rest between micro-batches, because a caller waits for the end."""
         self._pace.stop_resting()
 
     @property
     def merging_share(self) -> float:
-        """Which part of the last minute went into merging."""
+        """Share of the last minute spent on merging."""
         return self._pace.merging_share()
 
     def _in_background(self, work: Callable[[], None]) -> threading.Thread:
@@ -246,19 +251,22 @@ class Applier:
                 work()
             except TailraceError as error:
                 self._failure = error
-            except Exception as error:  # the thread's boundary: the pipeline must hear of it
-                if self._stopping.is_set():  # Spark was ended under it
+            except Exception as error:  # the thread's boundary: `check` raises it in the pipeline
+                if self._stopping.is_set():  # Spark ended while it worked
                     return
                 self._failure = as_tailrace_error(error)
 
         thread = threading.Thread(target=guarded, daemon=True)
-        with self._threading:
+        with self._threads_lock:
             thread.start()
             self._threads = [*self._alive(), thread]
         return thread
 
     def _alive(self) -> list[threading.Thread]:
-        """A table that cannot be loaded is tried again for ever, in a new thread each time: none that ended is kept."""
+        """Return the threads that still run.
+
+        A failing load is retried for ever, in a new thread each time, so ended threads must not be kept.
+        """
         return [thread for thread in self._threads if thread.is_alive()]
 
     def _run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
@@ -270,34 +278,45 @@ class Applier:
     # Applying.
 
     def is_caught_up(self, commit: int) -> bool:
-        """Whether every table that can go on holds the log up to the commit, and nothing is left to load or to replay.
+        """Return whether all work up to this commit is done.
 
-        While someone captures, the log will also pass what the catalogue showed of tables that changed their shape.
+        Every table that is not blocked has applied the log up to the commit, and no load or replay is left. While
+        capture runs, the log must also pass the schema changes that were seen in the catalogue.
         """
-        if not self.load_scheduler.is_idle or not self.registry.is_caught_up(commit) or not self._redelivering.is_idle:
+        if (
+            not self.load_scheduler.is_idle
+            or not self.registry.is_caught_up(commit)
+            or not self._dead_letter_replayer.is_idle
+        ):
             return False
-        told = [life.pending_schema for life in self._loaded() if life.pending_schema is not None]
-        captured = bool(told) and log_lease.live_holder_pid(self._log.path) is not None
-        return not any(captured or self.registry.index.position >= item.horizon for item in told)
+        pending = [managed.pending_schema for managed in self._applying_tables() if managed.pending_schema is not None]
+        captured = bool(pending) and log_lease.live_holder_pid(self._log.path) is not None
+        return not any(captured or self.registry.index.position >= item.horizon for item in pending)
 
     def waits_for_log(self, commit: int) -> bool:
-        """Whether all that is left to do up to the commit is to wait for the log to grow past what was loaded."""
-        landing, lives = self.load_scheduler.tables_waiting_for_log(), list(self.registry.tables.values())
-        waiting = landing | {life.table for life in lives if self.registry.waits_for_log(life)}
+        """Return whether only a longer log can finish the work up to this commit.
+
+        The log must first grow past what was loaded.
+        """
+        loading, tables = self.load_scheduler.tables_waiting_for_log(), list(self.registry.tables.values())
+        waiting = loading | {managed.table for managed in tables if self.registry.waits_for_log(managed)}
         return (
             bool(waiting)
-            and self.load_scheduler.is_idle_except(landing)
+            and self.load_scheduler.is_idle_except(loading)
             and self.registry.is_caught_up(commit, but=waiting)
         )
 
     def _apply_until_woken(self) -> None:
-        """Apply what there is while the query starts."""
+        """Apply what the log holds while the query starts."""
         while not self._stopping.is_set() and not self._woken.wait(RETRY_SECONDS):
             with self._batch:
-                self._come_to(self.registry.refresh_index())
+                self._bring_tables_to(self.registry.refresh_index())
 
     def _on_batch(self, _batch: DataFrame, _number: int) -> None:
-        """One micro-batch: bring every loaded table to the commit it ends on, then rest as long as is owed for it."""
+        """Run one micro-batch, then rest.
+
+        Every loaded table is brought to the commit that the batch ends on. The rest is as long as is owed for it.
+        """
         with self._batch:
             if self._stopping.is_set():
                 return
@@ -307,217 +326,246 @@ class Applier:
             self._woken.set()
             ahead = self.registry.next_batch_end(
                 self._wake.answered_commit
-            )  # while Spark got ready the log has grown past what was said
-            self._come_to(ahead.end)
+            )  # the log has grown past the announced commit while Spark got ready
+            self._bring_tables_to(ahead.end)
             failpoints.hit("apply.batch_done")
             rest = self._pace.rest_seconds(backlog=ahead.has_backlog)
-            said = {"commit": ahead.end, "seconds": round(time.monotonic() - started, 3), "rests": round(rest, 3)}
-            log.info("micro-batch done", extra=said)
+            fields = {"commit": ahead.end, "seconds": round(time.monotonic() - started, 3), "rests": round(rest, 3)}
+            log.info("micro-batch done", extra=fields)
             self._pace.rest(rest)
             self._wake.acknowledge(ahead.end)
 
-    def _come_to(self, end: int) -> None:
-        """Bring every loaded table to a commit, and note which of their versions belong together there. One that waits
-        for the source would hold up the others: it is left to the sweep."""
-        self._called_for = max(self._called_for, end)
+    def _bring_tables_to(self, end: int) -> None:
+        """Bring every loaded table to a commit, and record the consistent point there.
+
+        A table that waits for the source would hold up the others, so it is left to the sweep.
+        """
+        self._target_commit = max(self._target_commit, end)
         with self._pace.merging():
-            self._advance([life for life in self._loaded() if not life.not_before], end)
+            self._advance([managed for managed in self._applying_tables() if not managed.not_before], end)
         if (point := build_point(self.registry, end)) is not None:
             self._ledger.record(point)
 
-    def _loaded(self) -> list[ManagedTable]:
-        return [life for life in list(self.registry.tables.values()) if life.state.is_applying]
+    def _applying_tables(self) -> list[ManagedTable]:
+        return [managed for managed in list(self.registry.tables.values()) if managed.state.is_applying]
 
     def advance_skipped(self) -> None:
-        """Tables that a micro-batch has left, because someone else was at work on them, or they wait for the source, or
-        that were tried again; and such as have caught up, and could not be told so."""
-        for life in self._loaded():
-            untold = life.state is TableState.CATCHING_UP and not self.registry.pending(
-                life, self.registry.index.last_commit
+        """Advance tables that a micro-batch has skipped.
+
+        Those were locked by other work, wait for the source, or are retried. Tables that have caught up without
+        becoming `live` are advanced too.
+        """
+        for managed in self._applying_tables():
+            not_live_yet = managed.state is TableState.CATCHING_UP and not self.registry.pending(
+                managed, self.registry.index.last_commit
             )
-            if untold or self.registry.pending(life, self._called_for):
-                self._advance_one(life, None if untold else self._called_for)
-        self._end_doubts()
+            if not_live_yet or self.registry.pending(managed, self._target_commit):
+                self._advance_one(managed, None if not_live_yet else self._target_commit)
+        self._resolve_unknown_outcomes()
         self.ensure_complete_point()
 
-    def _end_doubts(self) -> None:
-        """Have tables that no change comes for stand where they are, once no task can be at work on them."""
-        for life in list(self.registry.tables.values()):
-            if 0.0 < life.outcome_unknown_until <= time.monotonic() and life.lock.acquire(blocking=False):
+    def _resolve_unknown_outcomes(self) -> None:
+        """Refresh tables with an unknown outcome once no task can still write to them."""
+        for managed in list(self.registry.tables.values()):
+            if 0.0 < managed.outcome_unknown_until <= time.monotonic() and managed.lock.acquire(blocking=False):
                 try:
-                    self.registry.refresh_from_table(life)
+                    self.registry.refresh_from_table(managed)
                 finally:
-                    life.lock.release()
+                    managed.lock.release()
 
     def ensure_complete_point(self) -> bool:
-        """Whether the last point has every table that goes on. If not it is noted anew once tables are there that were
-        missing in passing, or were being loaded: when all is quiet no other would follow it."""
-        if not self._unpointed(self._ledger.last):
+        """Return whether the last point has every table that is not blocked.
+
+        If it does not, try to record a better one. Tables may be missing because they were locked or being loaded. Once
+        they are available a new point must be recorded, because in a quiet pipeline no other point would follow.
+        """
+        if not self._missing_from(self._ledger.last):
             return True
         if not self._batch.acquire(blocking=False):
             return False
         try:
-            point = build_point(self.registry, self._called_for)
-            if point is not None and self._unpointed(point) < self._unpointed(self._ledger.last):
+            point = build_point(self.registry, self._target_commit)
+            if point is not None and self._missing_from(point) < self._missing_from(self._ledger.last):
                 self._ledger.record(point)
         finally:
             self._batch.release()
-        return not self._unpointed(self._ledger.last)
+        return not self._missing_from(self._ledger.last)
 
-    def _unpointed(self, point: ConsistentPoint | None) -> int:
-        """How many tables go on, and are not in the point with all that they were loaded with."""
+    def _missing_from(self, point: ConsistentPoint | None) -> int:
+        """Return how many applying tables are not in the point with all their loaded rows."""
         return sum(
             point is None
-            or life.table not in point.versions
-            or (life.applied_position is not None and life.applied_position.position > point.position)
-            for life in self._loaded()
+            or managed.table not in point.versions
+            or (managed.applied_position is not None and managed.applied_position.position > point.position)
+            for managed in self._applying_tables()
         )
 
     def _sweep_until_stopped(self) -> None:
         while not self._stopping.wait(SWEEP_SECONDS):
             self.advance_skipped()
-            self._lake.run_if_due()
-            self._kept.run_if_due()
+            self._foreign_write_watch.run_if_due()
+            self._load_keeper.run_if_due()
 
-    def _advance_one(self, life: ManagedTable, end: int | None = None) -> None:
-        """Beside the micro-batches, to a commit or the log's end; what fails here is done by the next of them, or swept
-        up."""
+    def _advance_one(self, managed: ManagedTable, end: int | None = None) -> None:
+        """Advance one table outside the micro-batches, to a commit or to the log's end.
+
+        Work that fails here is left to the next micro-batch or to the sweep.
+        """
         try:
             upto = self.registry.refresh_index() if end is None else end
-            # As with micro-batches nothing is owed for a backlog: all tables would wait for one.
-            waiting = sum(item.rows for item in self.registry.pending(life, upto))
+            # As with micro-batches no rest is owed for a backlog: all tables would wait for one.
+            waiting = sum(item.rows for item in self.registry.pending(managed, upto))
             with nullcontext() if waiting > ROWS_PER_BATCH_MAX else self._pace.merging():
-                self._advance([life], upto)
-        except Exception as error:  # a worker was killed, or Spark is ending: whoever checks the query says so
-            log.warning("table left for later", extra={"table": str(life.table), "exception": type(error).__name__})
+                self._advance([managed], upto)
+        except Exception as error:  # a worker was killed, or Spark is ending: `check` reports it
+            log.warning("table left for later", extra={"table": str(managed.table), "exception": type(error).__name__})
 
-    def _advance(self, lives: list[ManagedTable], end: int) -> None:
-        """Apply, table beside table, until each has reached the commit, has failed, or is another's."""
-        mine = [life for life in lives if life.lock.acquire(blocking=False)]
-        apart = False
+    def _advance(self, tables: list[ManagedTable], end: int) -> None:
+        """Apply tables in parallel until each has reached the commit, has failed, or is locked."""
+        locked = [managed for managed in tables if managed.lock.acquire(blocking=False)]
+        separately = False
         try:
             while not self._stopping.is_set():
-                works = [(life, work) for life in mine if (work := self._work(life, end)) is not None]
+                works = [(managed, work) for managed in locked if (work := self._work(managed, end)) is not None]
                 if not works:
                     return
-                outcomes = self._done(works, apart=apart)
-                apart = apart or outcomes is None
+                outcomes = self._run_works(works, separately=separately)
+                separately = separately or outcomes is None
                 for outcome in outcomes or ():
-                    self._settle(self.registry.tables[outcome.table], outcome)
+                    self._record_outcome(self.registry.tables[outcome.table], outcome)
         finally:
-            for life in mine:
-                life.lock.release()
+            for managed in locked:
+                managed.lock.release()
 
-    def _done(self, works: list[tuple[ManagedTable, ApplyWork | EvolveWork]], *, apart: bool) -> list[Outcome] | None:
-        """What became of each piece of work, in one job or each in its own. None: the job broke off, for a worker was
-        killed, and nobody knows how far the others came. Which table it is that kills workers shows only apart."""
-        if apart:
-            return [run_task(self._run, advance_table, work, life) for life, work in works]
+    def _run_works(
+        self, works: list[tuple[ManagedTable, ApplyWork | EvolveWork]], *, separately: bool
+    ) -> list[Outcome] | None:
+        """Run the works in one job, or each in its own, and return their outcomes.
+
+        None means that the job broke off because a worker was killed, so the outcome of each table is unknown. Only
+        separate jobs show which table kills workers.
+        """
+        if separately:
+            return [run_task(self._run, advance_table, work, managed) for managed, work in works]
         try:
             return self._run(advance_table, [work for _, work in works])
-        except Exception as error:  # the job's boundary: what Spark as a whole suffers from is told by `check`
-            for life, _ in works:
-                life.mark_outcome_unknown()
+        except Exception as error:  # the job's boundary: `check` reports problems of Spark as a whole
+            for managed, _ in works:
+                managed.mark_outcome_unknown()
             if self._stopping.is_set() or (self._jvm is not None and self._jvm.ended):
                 raise
             log.warning("tables applied one by one", extra={"tables": len(works), "exception": type(error).__name__})
             return None
 
-    def _take(self, life: ManagedTable, stretch: ApplyRange) -> None:
-        """One commit of a table that stands still, and whose lock the caller holds."""
-        outcome = run_task(self._run, advance_table, self._work_of(life, stretch), life)
+    def _apply_range(self, managed: ManagedTable, apply_range: ApplyRange) -> None:
+        """Apply one range of a table whose lock the caller holds."""
+        outcome = run_task(self._run, advance_table, self._work_of(managed, apply_range), managed)
         if outcome.error is not None:
             raise outcome.error
-        self._settle(life, outcome)
+        self._record_outcome(managed, outcome)
 
-    def _work(self, life: ManagedTable, end: int) -> ApplyWork | EvolveWork | None:
-        if time.monotonic() < life.not_before:
+    def _work(self, managed: ManagedTable, end: int) -> ApplyWork | EvolveWork | None:
+        if time.monotonic() < managed.not_before:
             return None
-        self.registry.refresh_from_table(life)
-        stretch = self.registry.next_range(life, end)
-        return None if stretch is None else self._work_of(life, stretch)
+        self.registry.refresh_from_table(managed)
+        apply_range = self.registry.next_range(managed, end)
+        return None if apply_range is None else self._work_of(managed, apply_range)
 
-    def _work_of(self, life: ManagedTable, stretch: ApplyRange) -> ApplyWork | EvolveWork:
-        assert life.applied_position is not None, "it takes something"
-        assert life.schema is not None, "it takes something"
-        if stretch.recast is not None:
-            if said := "; ".join(stretch.recast.descriptions):
-                log.info("table evolves", extra={"table": str(life.table), "how": said})
+    def _work_of(self, managed: ManagedTable, apply_range: ApplyRange) -> ApplyWork | EvolveWork:
+        assert managed.applied_position is not None, "a table with a range"
+        assert managed.schema is not None, "a table with a range"
+        if apply_range.recast is not None:
+            if steps := "; ".join(apply_range.recast.descriptions):
+                log.info("table evolves", extra={"table": str(managed.table), "how": steps})
             return EvolveWork(
-                table=life.table, location=life.location, recast=stretch.recast, expected=life.applied_position
+                table=managed.table,
+                location=managed.location,
+                recast=apply_range.recast,
+                expected=managed.applied_position,
             )
         return ApplyWork(
-            table=life.table,
+            table=managed.table,
             log=self._log.path,
-            location=life.location,
-            slices=stretch.slices,
-            schema=life.schema,
-            expected=life.applied_position,
-            position_after=stretch.position_after,
-            reader=self._source.row_reader(REFETCH_SECONDS_MAX) if life.ahead_of_position or life.may_refetch else None,
-            dead_letters_enabled=self._settings.tables.dead_letters_enabled(life.table),
-            until=stretch.until,
+            location=managed.location,
+            slices=apply_range.slices,
+            schema=managed.schema,
+            expected=managed.applied_position,
+            position_after=apply_range.position_after,
+            reader=self._source.row_reader(REFETCH_SECONDS_MAX)
+            if managed.ahead_of_position or managed.may_refetch
+            else None,
+            dead_letters_enabled=self._settings.tables.dead_letters_enabled(managed.table),
+            until=apply_range.until,
         )
 
-    def _settle(self, life: ManagedTable, outcome: Outcome) -> None:
+    def _record_outcome(self, managed: ManagedTable, outcome: Outcome) -> None:
         if outcome.error is None:
             assert outcome.applied_position is not None, "an apply that did not fail"
             assert outcome.schema is not None, "an apply that did not fail"
-            life.record_commit(outcome.applied_position, outcome.schema, outcome.version)
-            if life.repairing or life.may_refetch:  # whoever did this could read rows again
-                self.registry.update_repair_state(life)
-            life.commits_since_compaction += 1
-            life.bytes_changed += outcome.bytes_changed
-            life.bytes_written += outcome.bytes_written
-            said = {"table": str(life.table), "rows": outcome.rows, "seconds": round(outcome.seconds, 3)}
-            log.info("table applied", extra=said)
+            managed.record_commit(outcome.applied_position, outcome.schema, outcome.version)
+            if managed.repairing or managed.may_refetch:  # this work could refetch rows
+                self.registry.update_repair_state(managed)
+            managed.commits_since_compaction += 1
+            managed.bytes_changed += outcome.bytes_changed
+            managed.bytes_written += outcome.bytes_written
+            fields = {"table": str(managed.table), "rows": outcome.rows, "seconds": round(outcome.seconds, 3)}
+            log.info("table applied", extra=fields)
             if outcome.dead_letters:
-                aside = {
-                    "table": str(life.table),
-                    "letters": outcome.dead_letters,
+                rejected = {
+                    "table": str(managed.table),
+                    "dead_letters": outcome.dead_letters,
                     "see": "tailrace dead-letters FILE list",
                 }
-                log.warning("changes set aside as dead letters", extra=aside)
+                log.warning("changes rejected as dead letters", extra=rejected)
             return
-        if isinstance(outcome.error, BaseRowMissing) and self._may_heal(life):
-            life.repairing, life.state = True, TableState.CATCHING_UP  # what is done next has a reader
-            log.warning("a row that changes build on is missing, and is read again", extra={"table": str(life.table)})
+        if isinstance(outcome.error, BaseRowMissing) and self._may_refetch_base(managed):
+            managed.repairing, managed.state = True, TableState.CATCHING_UP  # the next work has a row reader
+            log.warning("base row is missing and is refetched", extra={"table": str(managed.table)})
             return
-        if isinstance(outcome.error, SOURCE_WAIT_ERRORS):  # a row had to be read again
-            life.defer(outcome.error, SOURCE_SECONDS)
+        if isinstance(outcome.error, SOURCE_WAIT_ERRORS):  # a row had to be refetched
+            managed.defer(outcome.error, SOURCE_SECONDS)
             return
         if isinstance(outcome.error, SourceRewritten):
-            self._outrun(life)
+            self._reload_or_stop(managed)
             return
-        if isinstance(outcome.error, ForeignWrite) and life.outcome_unknown_until and life.failures < RETRIES_MAX:
-            life.failures += 1  # it may have been a task of ours; what is done next looks again
+        if isinstance(outcome.error, ForeignWrite) and managed.outcome_unknown_until and managed.failures < RETRIES_MAX:
+            managed.failures += 1  # it may be one of our own tasks; the next work checks again
             return
-        life.fail(outcome.error)
+        managed.fail(outcome.error)
         self._stopping.wait(RETRY_SECONDS)
 
-    def _outrun(self, life: ManagedTable) -> None:
-        """A row had to be read again, and the source no longer has it in the shape that the table is at. Only a load
-        brings it, unless what was done there is to stop the table."""
-        with suppress(TailraceError):
-            now = self._source.describe([life.table]).get(life.table)
-            step = self.registry.plan_schema_change(life, now) if now is not None and now.columns else None
-            if isinstance(step, SchemaChanged):
-                life.fail(step)
-                return
-        self.registry.require_reload(life, "a row had to be read again, and the source has other columns by now")
+    def _reload_or_stop(self, managed: ManagedTable) -> None:
+        """Handle rows that must be refetched and no longer exist in the table's schema.
 
-    def _may_heal(self, life: ManagedTable) -> bool:
-        """Whether a row that the table should hold may be read from the source, though it is newer there. Where that
-        was tried, where changes are set aside instead, and where every version counts, it may not."""
+        Only a reload brings them, unless the evolution policy is to stop the table.
+        """
+        with suppress(TailraceError):
+            source_schema = self._source.describe([managed.table]).get(managed.table)
+            step = (
+                self.registry.plan_schema_change(managed, source_schema)
+                if source_schema is not None and source_schema.columns
+                else None
+            )
+            if isinstance(step, SchemaChanged):
+                managed.fail(step)
+                return
+        self.registry.require_reload(managed, "a row must be refetched, but the source has other columns now")
+
+    def _may_refetch_base(self, managed: ManagedTable) -> bool:
+        """Return whether a missing base row may be refetched, though the source's row is newer.
+
+        It may not where that was tried, where rejected changes become dead letters, and where every version of a row
+        counts.
+        """
         if (
-            life.applied_position is None
-            or life.applied_position.load is None
-            or life.schema is None
-            or not life.schema.key
+            managed.applied_position is None
+            or managed.applied_position.load is None
+            or managed.schema is None
+            or not managed.schema.key
         ):
             return False
-        aside = self._settings.tables.dead_letters_enabled(life.table)
+        dead_letters = self._settings.tables.dead_letters_enabled(managed.table)
         return (
-            not (life.ahead_of_position or life.may_refetch or life.load_only or aside)
-            and life.location.spec.mode is TableMode.MIRROR
+            not (managed.ahead_of_position or managed.may_refetch or managed.load_only or dead_letters)
+            and managed.location.spec.mode is TableMode.MIRROR
         )

@@ -1,8 +1,8 @@
-"""Tries dead letters again that a person asks for, beside the applying to all tables.
+"""Replay dead letters on request, while tables are applied.
 
-Reading is done at once; the table takes what was read when it has passed what the reading saw, so nothing waits for
-it. Where there is no key to read by the letters' own changes are tried, with nothing read. The request stays on record
-until it is answered: a process that is started later does it.
+Rows are refetched at once. The table takes them when it has passed the position they were read at, so nothing waits for
+it. Without a key there is nothing to refetch by, and the dead letters' own changes are applied. A request is stored
+until it is completed, so a process that starts later completes it.
 """
 
 from __future__ import annotations
@@ -30,159 +30,185 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 READ_SECONDS_MAX = 60.0
 ROUNDS_MAX = 10
-"""Of reading for one request: rows may get letters faster than they are read."""
-TROUBLES_MAX = 60
-"""Of one request, such as a source that cannot be reached, before it is given up."""
+"""Refetches for one request: new dead letters may arrive faster than rows are read."""
+FAILURES_MAX = 60
+"""Failures of one request, e.g. an unreachable source, before it is dropped."""
 
 
 class DeadLetterReplayer:
-    """Tries whatever letters it is asked to, until told to stop."""
+    """Replays the requested dead letters until asked to stop."""
 
     def __init__(
         self,
-        lives: TableRegistry,
+        registry: TableRegistry,
         source: PostgresCapture,
         *,
         run: RunTasks,
         merging: Callable[[], AbstractContextManager[None]],
         stopping: threading.Event,
     ) -> None:
-        self._lives = lives
+        self._registry = registry
         self._source = source
         self._run = run
         self._merging = merging
-        """Around whatever changes a table."""
+        """Context around every change of a table."""
         self._stopping = stopping
         self._seen: dict[TableId, Lsn] = {}
-        """What was read and is not in its table yet, and what that table must pass."""
+        """By table, the position that it must pass before it takes the refetched rows."""
         self._rounds: dict[TableId, int] = {}
-        self._troubles: dict[TableId, int] = {}
+        self._failures: dict[TableId, int] = {}
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is asked for that could be done now. What waits for a log that nobody writes cannot."""
-        path = self._lives.log.path
+        """True if no request can make progress now.
+
+        A request that waits for a log without a capture cannot.
+        """
+        path = self._registry.log.path
         return not any(
-            self._can_go_on(life)
-            for life in self._lots()
-            if DeadLetterStore(path, life.table).replay_requested_at is not None
+            self._can_progress(managed)
+            for managed in self._tables_to_check()
+            if DeadLetterStore(path, managed.table).replay_requested_at is not None
         )
 
-    def _lots(self) -> list[ManagedTable]:
-        """The tables that have or had letters, and go on."""
-        lives = [self._lives.tables.get(table) for table in tables_with_dead_letters(self._lives.log.path)]
-        return [life for life in lives if life is not None and life.state.is_applying and life.catch_up_load is None]
+    def _tables_to_check(self) -> list[ManagedTable]:
+        """Return the applying tables that have or had dead letters."""
+        tables = [self._registry.tables.get(table) for table in tables_with_dead_letters(self._registry.log.path)]
+        return [
+            managed
+            for managed in tables
+            if managed is not None and managed.state.is_applying and managed.catch_up_load is None
+        ]
 
-    def _can_go_on(self, life: ManagedTable) -> bool:
-        seen = self._seen.get(life.table)
+    def _can_progress(self, managed: ManagedTable) -> bool:
+        seen = self._seen.get(managed.table)
         return (
             seen is None
-            or self._lives.index.position >= seen
-            or log_lease.live_holder_pid(self._lives.log.path) is not None
+            or self._registry.index.position >= seen
+            or log_lease.live_holder_pid(self._registry.log.path) is not None
         )
 
     def run(self) -> None:
-        """Look, do a step for each table, rest."""
+        """Take one step for each table, then rest."""
         while not self._stopping.wait(LOOK_SECONDS):
-            for life in self._lots():
-                self._look(life)
+            for managed in self._tables_to_check():
+                self._step(managed)
 
-    def _look(self, life: ManagedTable) -> None:
-        letters = DeadLetterStore(self._lives.log.path, life.table)
+    def _step(self, managed: ManagedTable) -> None:
+        dead_letters = DeadLetterStore(self._registry.log.path, managed.table)
         try:
-            asked = letters.replay_requested_at
-            if asked is None or life.applied_position is None:
+            requested_at = dead_letters.replay_requested_at
+            if requested_at is None or managed.applied_position is None:
                 return
-            tired = self._rounds.get(life.table, 0) >= ROUNDS_MAX or self._troubles.get(life.table, 0) >= TROUBLES_MAX
-            if tired or life.schema is None or not letters.count(life.applied_position.seq, life.applied_position.load):
-                self._end(letters, asked)
-            elif not life.location.spec.can_repair(life.schema):
-                if self._bring_late(life):
-                    self._end(letters, asked)
-            elif life.table not in self._seen:
-                self._read(life)
-            elif self._deliver(life, self._seen[life.table]):
-                self._end(letters, asked)
+            exhausted = (
+                self._rounds.get(managed.table, 0) >= ROUNDS_MAX or self._failures.get(managed.table, 0) >= FAILURES_MAX
+            )
+            if (
+                exhausted
+                or managed.schema is None
+                or not dead_letters.count(managed.applied_position.seq, managed.applied_position.load)
+            ):
+                self._complete(dead_letters, requested_at)
+            elif not managed.location.spec.can_repair(managed.schema):
+                if self._apply_own_changes(managed):
+                    self._complete(dead_letters, requested_at)
+            elif managed.table not in self._seen:
+                self._refetch(managed)
+            elif self._apply_refetched(managed, self._seen[managed.table]):
+                self._complete(dead_letters, requested_at)
         except TailraceError as error:
-            self._trouble(life, error)
+            self._count_failure(managed, error)
 
-    def _read(self, life: ManagedTable) -> None:
-        assert life.applied_position is not None, "a table that goes on"
-        assert life.schema is not None, "a table that goes on"
+    def _refetch(self, managed: ManagedTable) -> None:
+        assert managed.applied_position is not None, "an applying table"
+        assert managed.schema is not None, "an applying table"
         work = RefetchWork(
-            log=self._lives.log.path,
-            schema=life.schema,
-            expected=life.applied_position,
+            log=self._registry.log.path,
+            schema=managed.schema,
+            expected=managed.applied_position,
             reader=self._source.row_reader(READ_SECONDS_MAX),
-            partition_by=life.location.spec.partitions_of(life.schema),
+            partition_by=managed.location.spec.partitions_of(managed.schema),
         )
-        outcome = run_task(self._run, refetch_dead_letters, work, life)
+        outcome = run_task(self._run, refetch_dead_letters, work, managed)
         if outcome.error is not None:
             raise outcome.error
         assert outcome.seen_until is not None, "it was read"
-        self._seen[life.table] = outcome.seen_until
+        self._seen[managed.table] = outcome.seen_until
 
-    def _deliver(self, life: ManagedTable, seen: Lsn) -> bool:
-        """Whether all that was read is in the table, or can never be."""
-        with life.lock:
-            if not self._passed(life, seen):
+    def _apply_refetched(self, managed: ManagedTable, seen: Lsn) -> bool:
+        """Apply the refetched rows; return whether the request needs no further refetch."""
+        with managed.lock:
+            if not self._has_passed(managed, seen):
                 return False
-            assert life.applied_position is not None, "a table that goes on"
-            assert life.schema is not None, "a table that goes on"
+            assert managed.applied_position is not None, "an applying table"
+            assert managed.schema is not None, "an applying table"
             work = ReplayRowsWork(
-                log=self._lives.log.path, location=life.location, schema=life.schema, expected=life.applied_position
+                log=self._registry.log.path,
+                location=managed.location,
+                schema=managed.schema,
+                expected=managed.applied_position,
             )
             with self._merging():
-                outcome = run_task(self._run, replay_rows, work, life)
+                outcome = run_task(self._run, replay_rows, work, managed)
             if outcome.version is not None:
-                life.lake_version = outcome.version
-        del self._seen[life.table]
-        self._rounds[life.table] = self._rounds.get(life.table, 0) + 1
-        self._told(life, outcome)
+                managed.lake_version = outcome.version
+        del self._seen[managed.table]
+        self._rounds[managed.table] = self._rounds.get(managed.table, 0) + 1
+        self._log_result(managed, outcome)
         return not outcome.needs_refetch
 
-    def _bring_late(self, life: ManagedTable) -> bool:
-        """Bring in what the letters themselves hold: there is nothing to read, and so nothing to wait for. Whether the
-        table goes on."""
-        with life.lock:
-            if not life.state.is_applying or life.applied_position is None or life.schema is None:
+    def _apply_own_changes(self, managed: ManagedTable) -> bool:
+        """Apply the changes that the dead letters hold; return whether the table is applying.
+
+        There is no row to refetch, so there is nothing to wait for.
+        """
+        with managed.lock:
+            if not managed.state.is_applying or managed.applied_position is None or managed.schema is None:
                 return False
             work = ReplayChangesWork(
-                log=self._lives.log.path, location=life.location, schema=life.schema, expected=life.applied_position
+                log=self._registry.log.path,
+                location=managed.location,
+                schema=managed.schema,
+                expected=managed.applied_position,
             )
             with self._merging():
-                outcome = run_task(self._run, replay_changes, work, life)
+                outcome = run_task(self._run, replay_changes, work, managed)
             if outcome.version is not None:
-                life.lake_version = outcome.version
-        self._told(life, outcome)
+                managed.lake_version = outcome.version
+        self._log_result(managed, outcome)
         return True
 
-    def _told(self, life: ManagedTable, outcome: Outcome) -> None:
+    def _log_result(self, managed: ManagedTable, outcome: Outcome) -> None:
         if outcome.error is not None:
             raise outcome.error
         log.info(
-            "dead letters tried again",
-            extra={"table": str(life.table), "delivered": outcome.rows, "left": outcome.dead_letters},
+            "dead letters replayed",
+            extra={"table": str(managed.table), "delivered": outcome.rows, "left": outcome.dead_letters},
         )
 
-    def _passed(self, life: ManagedTable, seen: Lsn) -> bool:
-        """Whether the table holds everything that ended at or before the position."""
-        if not life.state.is_applying or life.applied_position is None:
+    def _has_passed(self, managed: ManagedTable, seen: Lsn) -> bool:
+        """Return whether the table holds everything that ended at or before the position."""
+        if not managed.state.is_applying or managed.applied_position is None:
             return False
-        if life.applied_position.position >= seen:
+        if managed.applied_position.position >= seen:
             return True
-        return self._lives.index.position >= seen and not self._lives.pending(life, self._lives.index.last_commit)
+        return self._registry.index.position >= seen and not self._registry.pending(
+            managed, self._registry.index.last_commit
+        )
 
-    def _end(self, letters: DeadLetterStore, asked: float) -> None:
-        letters.complete_replay_request(asked)
-        self._seen.pop(letters.table, None)
-        self._rounds.pop(letters.table, None)
-        self._troubles.pop(letters.table, None)
+    def _complete(self, dead_letters: DeadLetterStore, requested_at: float) -> None:
+        dead_letters.complete_replay_request(requested_at)
+        self._seen.pop(dead_letters.table, None)
+        self._rounds.pop(dead_letters.table, None)
+        self._failures.pop(dead_letters.table, None)
 
-    def _trouble(self, life: ManagedTable, error: TailraceError) -> None:
-        """What may pass by itself is tried again, for a while; the letters stay in any case."""
-        said = {"table": str(life.table), "code": error.code, "reason": error.message}
-        log.warning("dead letters not tried again", extra=said)
-        self._seen.pop(life.table, None)
-        more = 1 if error.remedy is Remedy.RETRY else TROUBLES_MAX
-        self._troubles[life.table] = self._troubles.get(life.table, 0) + more
+    def _count_failure(self, managed: ManagedTable, error: TailraceError) -> None:
+        """Count a failure, and retry later if it may pass.
+
+        The dead letters stay in any case.
+        """
+        fields = {"table": str(managed.table), "code": error.code, "reason": error.message}
+        log.warning("dead letters not replayed", extra=fields)
+        self._seen.pop(managed.table, None)
+        weight = 1 if error.remedy is Remedy.RETRY else FAILURES_MAX
+        self._failures[managed.table] = self._failures.get(managed.table, 0) + weight

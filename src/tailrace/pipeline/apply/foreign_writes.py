@@ -1,7 +1,7 @@
-"""Notices what others did to lake tables that no change comes for: whoever applied one would find it, and nobody does.
+"""Detect foreign writes on idle lake tables; active tables detect them at the next apply.
 
-Of a Delta table two names are looked up; only one that has got another version is opened. What cannot be read now stops
-nothing here: the next change meets the same trouble, and says so.
+For a Delta table the watch looks up two names, and opens the table only if its version has changed. An unreadable table
+stops nothing here: the next change finds the same problem and reports it.
 """
 
 from __future__ import annotations
@@ -19,45 +19,48 @@ LOOK_SECONDS = 30.0
 
 
 class ForeignWriteWatch:
-    """Looks at the tables that are live now and then."""
+    """Checks live tables from time to time."""
 
-    def __init__(self, lives: TableRegistry) -> None:
-        self._lives = lives
+    def __init__(self, registry: TableRegistry) -> None:
+        self._registry = registry
         self._due = 0.0
 
     def run_if_due(self) -> None:
-        """Stop the tables that others have written to, put back or taken away, if it is time to look."""
+        """Stop tables with foreign writes, if a check is due.
+
+        A table that was restored or removed is stopped too.
+        """
         if time.monotonic() < self._due:
             return
-        for life in list(self._lives.tables.values()):
-            if life.state is TableState.LIVE:
-                self._look_at(life)
+        for managed in list(self._registry.tables.values()):
+            if managed.state is TableState.LIVE:
+                self._check_table(managed)
         self._due = time.monotonic() + LOOK_SECONDS
 
-    def _look_at(self, life: ManagedTable) -> None:
-        if not life.lock.acquire(blocking=False):
-            return  # whoever is at work on it sees by himself
+    def _check_table(self, managed: ManagedTable) -> None:
+        if not managed.lock.acquire(blocking=False):
+            return  # the work that holds the lock checks the table itself
         try:
-            if life.state is TableState.LIVE:
+            if managed.state is TableState.LIVE:
                 with suppress(TailraceError):
-                    _stop_anothers(life)
+                    _stop_if_foreign(managed)
         finally:
-            life.lock.release()
+            managed.lock.release()
 
 
-def _stop_anothers(life: ManagedTable) -> None:
-    """Stop the table if it is not what we left."""
-    if life.lake_version is not None and life.location.is_newest_version(life.lake_version):
+def _stop_if_foreign(managed: ManagedTable) -> None:
+    """Stop the table if it is not as our last commit left it."""
+    if managed.lake_version is not None and managed.location.is_newest_version(managed.lake_version):
         return
-    table, cursor = life.location.open_for_reading(), life.applied_position
+    table, applied = managed.location.open_for_reading(), managed.applied_position
     try:
-        version, found = table.version(), table.applied_position()
-        if found is None:
-            life.fail(not_loaded(life.location.path))
-        # A load may go back, and a commit may be there that nobody was told of, as its worker was killed.
-        elif cursor is not None and found.load == cursor.load and found.seq < cursor.seq:
-            life.fail(table_went_back(life.location.path, found, cursor))
+        version, stored = table.version(), table.applied_position()
+        if stored is None:
+            managed.fail(not_loaded(managed.location.path))
+        # A load may go back, and a killed worker may have left a commit that it did not report.
+        elif applied is not None and stored.load == applied.load and stored.seq < applied.seq:
+            managed.fail(table_went_back(managed.location.path, stored, applied))
         else:
-            life.lake_version = version
+            managed.lake_version = version
     except ForeignWrite as error:
-        life.fail(error)
+        managed.fail(error)

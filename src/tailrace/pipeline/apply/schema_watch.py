@@ -1,7 +1,7 @@
-"""Notices what was done to tables at the source and no row tells of: DDL on a table that nobody writes.
+"""Detect schema changes of tables that get no new rows.
 
-The rows of before are all in the server's log before the position that is noted with the new shape. So a table that
-has applied everything up to there, and is still what it was when the catalogue was asked, can become that.
+All earlier rows are in the source log before the position that is recorded with the new schema. So a table can change
+to it once it has applied everything up to there, if its own schema is still the one that was compared.
 """
 
 from __future__ import annotations
@@ -21,81 +21,91 @@ LOOK_SECONDS = 5.0
 
 
 class SchemaWatch:
-    """Asks the source's catalogue now and then."""
+    """Reads the source's catalogue from time to time."""
 
-    def __init__(self, source: PostgresCapture, lives: TableRegistry) -> None:
+    def __init__(self, source: PostgresCapture, registry: TableRegistry) -> None:
         self._source = source
-        self._lives = lives
-        self._seen: dict[TableId, tuple[str, TableSchema]] = {}
-        """What each table's definition, and the lake table's shape, were when they were last compared."""
-        self._since: dict[TableId, Lsn | None] = {}
-        """From where on nothing of each table is missing, when it was last looked up."""
+        self._registry = registry
+        self._compared: dict[TableId, tuple[str, TableSchema]] = {}
+        """By table, its definition and the lake table's schema when they were last compared."""
+        self._complete_from: dict[TableId, Lsn | None] = {}
+        """By table, the position from which the log was complete at the last check."""
         self._due = 0.0
         self.has_run = False
-        """Whether the tables that are there at a start have been looked at, or the source does not answer."""
+        """True once the tables of the start were checked, or the source did not answer."""
 
     def run_if_due(self) -> None:
-        """Ask, if that was not done just now; a source that does not answer is asked again."""
+        """Compare the tables if a check is due; an unreachable source is tried again later."""
         if time.monotonic() < self._due:
             return
-        shapes = {
-            life.table: life.schema
-            for life in list(self._lives.tables.values())
-            if life.state.is_applying and life.schema is not None
+        schemas = {
+            managed.table: managed.schema
+            for managed in list(self._registry.tables.values())
+            if managed.state.is_applying and managed.schema is not None
         }
         with suppress(TailraceError):
-            self._notice_gaps(shapes)
-            stamps = self._source.definition_versions(list(shapes)) if shapes else {}
-            changed = [table for table, stamp in stamps.items() if not self._is_seen(table, stamp, shapes[table])]
+            self._reload_after_gaps(schemas)
+            stamps = self._source.definition_versions(list(schemas)) if schemas else {}
+            changed = [table for table, stamp in stamps.items() if not self._is_compared(table, stamp, schemas[table])]
             if changed:
-                self._compare({table: (stamps[table], shapes[table]) for table in changed})
+                self._compare({table: (stamps[table], schemas[table]) for table in changed})
         self._due, self.has_run = time.monotonic() + LOOK_SECONDS, True
 
-    def _notice_gaps(self, tables: Collection[TableId]) -> None:
-        """Tables that were not published for a while, e.g. without an identity: what was written then was not told."""
-        published = self._lives.log.coverage()
-        since = {table: published.complete_from(table) for table in tables}
-        for table in since.keys() & self._since.keys():
-            life = self._lives.tables[table]
-            # One that has lost its identity is published otherwise since, and stops for that.
-            if since[table] == self._since[table] or has_lost_identity(life) or self._stops(life):
+    def _reload_after_gaps(self, tables: Collection[TableId]) -> None:
+        """Reload tables that were not published for a while, e.g. without an identity.
+
+        Changes of that time were not captured.
+        """
+        published = self._registry.log.coverage()
+        complete_from = {table: published.complete_from(table) for table in tables}
+        for table in complete_from.keys() & self._complete_from.keys():
+            managed = self._registry.tables[table]
+            # A table that lost its identity is published in another way since, and stops for that.
+            if (
+                complete_from[table] == self._complete_from[table]
+                or has_lost_identity(managed)
+                or self._stops_at_recreated(managed)
+            ):
                 continue
-            # Whoever is applying to it would call it live again, and it would be neither loaded nor applied to.
-            if not life.lock.acquire(blocking=False):
-                since[table] = self._since[table]  # so that it is noticed at the next look
+            # A concurrent apply would set it to live again, and it would be neither loaded nor applied.
+            if not managed.lock.acquire(blocking=False):
+                complete_from[table] = self._complete_from[table]  # so that the next check finds it
                 continue
             try:
-                if self._lives.has_missing_changes(life):  # else it was loaded since
-                    self._lives.require_reload(life, NOT_PUBLISHED)
+                if self._registry.has_missing_changes(managed):  # otherwise it was loaded since
+                    self._registry.require_reload(managed, NOT_PUBLISHED)
             finally:
-                life.lock.release()
-        self._since = since
+                managed.lock.release()
+        self._complete_from = complete_from
 
-    def _stops(self, life: ManagedTable) -> bool:
-        """Whether that is so because the table was made again, and it is to stop for that."""
-        now, policies = self._source.describe([life.table]), self._lives.policies_of(life.table)
-        return life.table in now and stops_at_recreated(life, now[life.table].source_schema.relation, policies)
+    def _stops_at_recreated(self, managed: ManagedTable) -> bool:
+        """Return whether the table was recreated and its policy is to stop for that."""
+        now, policies = self._source.describe([managed.table]), self._registry.policies_of(managed.table)
+        return managed.table in now and stops_at_recreated(managed, now[managed.table].source_schema.relation, policies)
 
     def tables_with_pending_schema(self) -> list[ManagedTable]:
-        """The tables that can become what was seen: nothing else may come to wake them."""
-        position, lives = self._lives.index.position, list(self._lives.tables.values())
-        told = [(life, life.pending_schema) for life in lives if life.state.is_applying]
-        return [life for life, seen in told if seen is not None and seen.horizon <= position]
+        """Return the tables that can take their pending schema now.
 
-    def _is_seen(self, table: TableId, stamp: str, shape: TableSchema) -> bool:
-        seen, beside = self._seen.get(table, ("", None))
-        return seen == stamp and beside is shape
+        No row may come to wake them.
+        """
+        position, tables = self._registry.index.position, list(self._registry.tables.values())
+        pending = [(managed, managed.pending_schema) for managed in tables if managed.state.is_applying]
+        return [managed for managed, schema in pending if schema is not None and schema.horizon <= position]
+
+    def _is_compared(self, table: TableId, stamp: str, schema: TableSchema) -> bool:
+        compared_version, compared_schema = self._compared.get(table, ("", None))
+        return compared_version == stamp and compared_schema is schema
 
     def _compare(self, changed: dict[TableId, tuple[str, TableSchema]]) -> None:
-        """Announce what the catalogue shows, where that is not what the table is."""
-        found = self._source.describe(changed)
+        """Set a pending schema where the catalogue differs from the table's schema."""
+        described = self._source.describe(changed)
         horizon = self._source.committed_until()
-        for table, shape in found.items():
-            if not shape.columns:
-                continue  # made anew, and not published yet
-            self._seen[table] = changed[table]
+        for table, schema in described.items():
+            if not schema.columns:
+                continue  # recreated, and not published yet
+            self._compared[table] = changed[table]
             _, before = changed[table]
-            if not before.same_with_facts(shape):
-                self._lives.tables[table].pending_schema = PendingSchema(
-                    schema=shape, horizon=horizon, compared_with=before
+            if not before.same_with_facts(schema):
+                self._registry.tables[table].pending_schema = PendingSchema(
+                    schema=schema, horizon=horizon, compared_with=before
                 )

@@ -1,4 +1,4 @@
-"""Spark's Java process with what the pipeline's tables need of it: a connector, where one writes them."""
+"""Start Spark's Java process with the connector that the pipeline's tables need."""
 
 from __future__ import annotations
 
@@ -20,54 +20,59 @@ from tailrace.storage import files
 
 
 def make_scratch(change_log: ChangeLog) -> Path:
-    """An empty folder for whoever holds the applier's lease. It begins with the log's id, so that what a killed
-    predecessor left is found; and it is nobody else's, so that one whose place was taken does not remove ours when it
-    ends."""
-    begins = f"tailrace-{os.getuid()}-{change_log.log_id}"
-    for left in Path(tempfile.gettempdir()).glob(f"{begins}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{begins}-"))
+    """Return an empty folder for the process that holds the applier's lease.
+
+    Its name begins with the log's id, so that leftovers of a killed predecessor are found and removed. The rest is
+    unique: a process that lost the lease removes only its own folder when it ends.
+    """
+    prefix = f"tailrace-{os.getuid()}-{change_log.log_id}"
+    for leftover in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}-"))
 
 
 def spark_log(settings: PipelineSettings) -> Path:
-    """Where Spark writes what it has to say."""
+    """Return the path of Spark's own log file."""
     return files.scratch_folder(settings.log.path / "status") / "spark.log"
 
 
 def start_jvm(settings: PipelineSettings, scratch: Path) -> Jvm:
-    """The process; a connector's jars are fetched if they are not there."""
+    """Start the process; fetch a connector's jars if they are missing."""
     catalog, by_spark = settings.tables.layout.catalog, settings.tables.written_by_spark
-    given = settings.spark.settings
+    spark_settings = settings.spark.settings
     if catalog is not None:
-        given = iceberg_settings(given, catalog)
+        spark_settings = iceberg_settings(spark_settings, catalog)
     elif by_spark:
-        given = connector_settings(given)
+        spark_settings = connector_settings(spark_settings)
     try:
         return Jvm(
             settings.name,
             scratch,
             spark_log(settings),
             master=settings.spark.master,
-            settings=given,
+            settings=spark_settings,
             readers=settings.load.connections,
         )
     except PySparkRuntimeError as exc:
         if not by_spark:
             raise
-        which = "Delta" if catalog is None else "Iceberg"
+        connector = "Delta" if catalog is None else "Iceberg"
         raise TableFailed(
-            f"Spark did not start with its {which} connector",
-            packages=given.get("spark.jars.packages"),
-            hint=f"Can this machine fetch the jars? See {spark_log(settings)}. Another place for them can be named in "
-            "`spark.settings` (spark.jars.repositories, spark.jars.ivySettings, spark.jars).",
+            f"Spark did not start with its {connector} connector",
+            packages=spark_settings.get("spark.jars.packages"),
+            hint=f"Check that this machine can fetch the jars: see {spark_log(settings)}. Name another source "
+            "in `spark.settings` (spark.jars.repositories, spark.jars.ivySettings, spark.jars).",
         ) from exc
 
 
 class LazySpark:
-    """A session that is started when it is first asked for, and ended here if it was."""
+    """A Spark session that starts on first use.
 
-    def __init__(self, settings: PipelineSettings, change_log: ChangeLog, given: SparkSession | None) -> None:
-        self._settings, self._log, self._session = settings, change_log, given
+    It is ended here if it was started here.
+    """
+
+    def __init__(self, settings: PipelineSettings, change_log: ChangeLog, session: SparkSession | None) -> None:
+        self._settings, self._log, self._session = settings, change_log, session
         self._scratch: Path | None = None
         self._jvm: Jvm | None = None
 

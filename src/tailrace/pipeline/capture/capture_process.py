@@ -1,7 +1,8 @@
-"""Capture as a child process: it ends with us, however we end, and is started again if it is killed.
+"""Run capture as a child process, and restart it if it is killed.
 
-Killed means by a signal, as an out-of-memory killer does it. A child that ends by itself says why, and that
-is an error of the whole pipeline. Starting again is safe at any moment: the log knows where to go on.
+The child ends with its parent, however that ends. Killed means ended by a signal, as an out-of-memory killer does it. A
+child that exits reports why, and that is an error of the whole pipeline. A restart is safe at any moment: the log knows
+the position to continue from.
 """
 
 from __future__ import annotations
@@ -28,63 +29,72 @@ from tailrace.storage.files import LogPath
 log = logging.getLogger(__name__)
 
 START_SECONDS_MAX = 90.0
-"""Waiting for lease and slot, 30 s each, and for the server."""
+"""Limit for waiting for lease and slot, 30 s each, and for the server."""
 STOP_SECONDS_MAX = 15.0
 
 
 class CaptureChild:
-    """A process that captures into a log, as our child."""
+    """A child process that captures into a log."""
 
-    def __init__(self, log: LogPath, command: Sequence[str], *, once: Sequence[str] = (), told: bytes = b"") -> None:
-        """`once`: flags for the first start alone. `told`: what it reads from its input, which others cannot see."""
+    def __init__(self, log: LogPath, command: Sequence[str], *, once: Sequence[str] = (), stdin: bytes = b"") -> None:
+        """Start the child.
+
+        `once` holds flags for the first start alone. `stdin` is what the child reads from its input, which other users
+        cannot see.
+        """
         self._path = log
         self._command = [sys.executable, "-m", *command]
-        self._told = told
+        self._stdin = stdin
         self.restarts = RestartLimit()
         self._process = self._start(*once)
 
     @classmethod
     def of(cls, settings: PipelineSettings, *, until_caught_up: bool, take_over: bool = False) -> CaptureChild:
-        """The one of a pipeline."""
+        """Start the child of a pipeline."""
         command = ["tailrace", "capture", str(settings.file), "--child", *["--until-caught-up"] * until_caught_up]
-        # Only the first one: started again, it must not take back what somebody has taken from us since.
+        # Only at the first start: a restart must not take back a log that another process has taken since.
         return cls(settings.log.path, command, once=["--take-over"] * take_over)
 
     def _start(self, *flags: str) -> subprocess.Popen[bytes]:
-        # Ctrl-C reaches the whole group; the child is stopped by us, once tables are at rest.
+        # Ctrl-C reaches the whole group, but we stop the child ourselves, after the apply side has stopped.
         main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
         try:
             process = subprocess.Popen(
                 [*self._command, *flags],
-                stdin=subprocess.PIPE if self._told else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if self._stdin else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 # Files that Spark has added are on the path of this process only.
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} if self._told else None,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} if self._stdin else None,
             )
             if process.stdin is not None:
-                with suppress(BrokenPipeError), process.stdin as told:
-                    told.write(self._told)
+                with suppress(BrokenPipeError), process.stdin as stdin:
+                    stdin.write(self._stdin)
             return process
         finally:
             if main:
                 signal.signal(signal.SIGINT, before)
 
-    def wait_for_log(self, asked: threading.Event, *, begun: Callable[[], bool] = lambda: True) -> ChangeLog | None:
-        """The log, once capture has it and what was `begun` is so; None if asked to stop."""
+    def wait_for_log(
+        self, stop_requested: threading.Event, *, begun: Callable[[], bool] = lambda: True
+    ) -> ChangeLog | None:
+        """Return the log once the child holds it and `begun` is true.
+
+        Return None if asked to stop.
+        """
         deadline = time.monotonic() + START_SECONDS_MAX
         while time.monotonic() < deadline:
-            if asked.is_set():
+            if stop_requested.is_set():
                 return None
             self.check()
             try:
-                found = ChangeLog.open(self._path)
+                log = ChangeLog.open(self._path)
                 if (
-                    found.newest() >= FIRST_COMMIT
+                    log.newest() >= FIRST_COMMIT
                     and log_lease.live_holder_pid(self._path) == self._process.pid
                     and begun()
                 ):
-                    return found
+                    return log
             except LogUnusable:
                 pass
             time.sleep(0.1)
@@ -99,20 +109,20 @@ class CaptureChild:
         )
 
     def check(self) -> None:
-        """Start the child again if it was killed; raise what ended it if it ended by itself."""
+        """Restart the child if it was killed; raise its error if it exited."""
         code = self._process.poll()
         if code is None:
             return
         assert self._process.stdout is not None, "a pipe"
-        with self._process.stdout as said:
-            error = _error(said.read(), code)
+        with self._process.stdout as output:
+            error = _error(output.read(), code)
         if code >= 0 or not self.restarts.try_one_more():
             raise error
         log.warning("capture was killed, started again", extra={"signal": -code, "times": self.restarts.count})
         self._process = self._start()
 
     def stop(self) -> None:
-        """Ask it to end, and make sure that it does."""
+        """Ask the child to end, and kill it if it does not."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -124,9 +134,9 @@ class CaptureChild:
             self._process.stdout.close()
 
 
-def _error(said: bytes, code: int) -> TailraceError:
+def _error(output: bytes, code: int) -> TailraceError:
     try:
-        return error_from_json(json.loads(said.splitlines()[-1])["error"])
+        return error_from_json(json.loads(output.splitlines()[-1])["error"])
     except (ValueError, KeyError, IndexError):
         return SourceError(
             "the capture process ended",
@@ -137,11 +147,15 @@ def _error(said: bytes, code: int) -> TailraceError:
 
 RESTARTS_MAX = 5
 RESTARTS_SECONDS = 3600.0
-"""In which there may be so many."""
+"""Window within which `RESTARTS_MAX` counts."""
 
 
 class RestartLimit:
-    """Those of one process, or one query."""
+    """A limit for restarts of one process, or of one query.
+
+    It allows so many restarts within an hour, for as long as the pipeline runs. A child that dies at once each time is
+    reported soon; one that is killed once a month is restarted for years.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -149,7 +163,7 @@ class RestartLimit:
         self.count = 0
 
     def try_one_more(self) -> bool:
-        """Count a restart, unless there were too many of late: whether it may be."""
+        """Count a restart and return True; return False if there were too many recently."""
         now = self._clock()
         if len(self._last) == RESTARTS_MAX and now < self._last[0] + RESTARTS_SECONDS:
             return False

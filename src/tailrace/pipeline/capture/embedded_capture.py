@@ -1,9 +1,9 @@
-"""A capture beside a stream of Spark's: for those who give `format("cdc")` a database and no pipeline.
+"""Capture for a Spark stream that has a database and no pipeline.
 
-It is the capture of any pipeline, with no settings file and no lake tables: a child of the process that runs the
-stream's source, which ends with it, however that ends. The log that it makes says that it is such a one; a pipeline's
-log is refused, since its tables would be taken for ones that nobody wants any more. And it says which tables were
-asked for so far: whoever captures into it next captures those too, so that several streams may take turns with one log.
+It is the capture of any pipeline, with no settings file and no lake tables. It runs as a child of the process that runs
+the stream's source, and ends with it, however that ends. Its log is marked as a stream's own. A pipeline's log is
+refused, because capture would treat the pipeline's tables as unwanted. The mark also lists the tables that streams have
+asked for so far, and the next capture into the log captures those too. So several streams may take turns with one log.
 """
 
 from __future__ import annotations
@@ -42,40 +42,42 @@ from tailrace.storage import files
 from tailrace.storage.files import LogPath
 
 MARK_FILE = "stream.json"
-"""In a log that was made by one of these; not part of the log's format. It has the tables, and the last start that they
-were published for."""
+"""File that marks a stream's log; not part of the log format.
+
+It holds the tables, and the id of the last start for which they were published.
+"""
 CATCH_UP_SECONDS_MAX = 86_400.0
 _LOOK_SECONDS, _REMOTE_LOOK_SECONDS = 0.02, 0.1
-"""How often the log is looked at, and where each look is a request."""
+"""Seconds between two looks at the log; longer where each look is a request."""
 _NOWHERE = "/nonexistent/tailrace-stream"
-"""Settings name a file that they are from, and a folder of tables. Here there is neither."""
+"""Path for the settings file and the table folder. Both must be named; neither exists."""
 _MODULE = "tailrace.pipeline.capture.embedded_capture"
-_ANEW = (
+_READ_AGAIN = (
     'read the tables as a whole (`spark.read.format("cdc")` with `url`), and begin with a new checkpoint and a new '
-    "place for the log. What the old log left at the source, slot and publications, is named `tailrace_…` after its "
-    "id: drop it."
+    "path for the log. Then drop the old log's slot and publications at the source: they are named `tailrace_…` after "
+    "its id."
 )
-_ANEW_HINTS: Mapping[type[TailraceError], str] = {
-    PositionLost: f"Changes after the log's last one are gone, or it was put back from an older copy: {_ANEW}",
-    HistoryDiverged: "The log holds changes that never happened on this server. Let the option `url` name the one that "
-    f"has them; if that is gone: {_ANEW}",
+_STREAM_HINTS: Mapping[type[TailraceError], str] = {
+    PositionLost: f"Changes after the log's last one are gone, or the log is an older copy: {_READ_AGAIN}",
+    HistoryDiverged: "The log holds changes that never happened on this server. Set the option `url` to the server "
+    f"that has them; if it is gone: {_READ_AGAIN}",
 }
-"""Others would be told to have their tables loaded anew; a stream has none."""
+"""Hints for a stream; the usual ones advise reloading tables, and a stream has none."""
 
 
 @dataclass(kw_only=True)
 class EmbeddedCapture:
-    """What to capture, and the process that does once it is started."""
+    """A capture for a stream, and its process once it is started."""
 
     url: str = field(repr=False)
     log: str
-    """A folder, or `s3://bucket/prefix`, of whose store the next two tell."""
+    """A folder, or `s3://bucket/prefix` with the store's endpoint and region below."""
     endpoint: str | None = None
     region: str | None = None
     tables: tuple[str, ...]
     _child: CaptureChild | None = field(default=None, repr=False)
     _horizon: Lsn = ZERO
-    """What was committed before the start ends there at the latest."""
+    """Upper bound of what the source had committed before the start."""
 
     def start(self) -> None:
         try:
@@ -83,8 +85,8 @@ class EmbeddedCapture:
                 self._horizon = preflight.committed_until(connection)
         except TailraceError as error:
             raise with_stream_hint(error) from None
-        start, log = uuid.uuid4().hex, self._place
-        told = {
+        start, log = uuid.uuid4().hex, self._log_path
+        request = {
             "url": self.url,
             "log": self.log,
             "endpoint": self.endpoint,
@@ -92,10 +94,10 @@ class EmbeddedCapture:
             "tables": self.tables,
             "start": start,
         }
-        self._child = CaptureChild(log, [_MODULE, self.log], told=json.dumps(told).encode() + b"\n")
+        self._child = CaptureChild(log, [_MODULE, self.log], stdin=json.dumps(request).encode() + b"\n")
         try:
-            # The log may be there from before, and the publication not be what it is to become.
-            self._child.wait_for_log(threading.Event(), begun=lambda: _marked(log).get("start") == start)
+            # The log may be an old one, and its publication not yet updated.
+            self._child.wait_for_log(threading.Event(), begun=lambda: _read_mark(log).get("start") == start)
         except TailraceError as error:
             self.stop()
             raise with_stream_hint(error) from None
@@ -105,7 +107,7 @@ class EmbeddedCapture:
 
     def catch_up(self) -> None:
         deadline = time.monotonic() + CATCH_UP_SECONDS_MAX
-        log = ChangeLog.open(self._place)
+        log = ChangeLog.open(self._log_path)
         pause = _REMOTE_LOOK_SECONDS if files.is_remote(log.path) else _LOOK_SECONDS
         while (last := log.last_header()) is None or last.end < self._horizon:
             self.check()
@@ -113,12 +115,12 @@ class EmbeddedCapture:
                 raise SourceSlow(
                     "the capture did not catch up in time",
                     seconds=CATCH_UP_SECONDS_MAX,
-                    hint="What it has is kept: start the query again, and look at what the server is busy with.",
+                    hint="Start the query again, and check what the server is busy with. What was captured is kept.",
                 )
             time.sleep(pause)
 
     def check(self) -> None:
-        assert self._child is not None, "started before it is asked for"
+        assert self._child is not None, "start() is called first"
         try:
             self._child.check()
         except TailraceError as error:
@@ -130,14 +132,14 @@ class EmbeddedCapture:
             self._child = None
 
     @property
-    def _place(self) -> LogPath:
+    def _log_path(self) -> LogPath:
         return files.parse_log_path(self.log, endpoint=self.endpoint, region=self.region)
 
 
 def stream_settings(
     url: str, log: str, tables: tuple[str, ...], *, endpoint: str | None = None, region: str | None = None
 ) -> PipelineSettings:
-    """The settings of a pipeline that has no tables."""
+    """Return the settings of a pipeline without lake tables."""
     try:
         return PipelineSettings.model_validate(
             {
@@ -149,49 +151,53 @@ def stream_settings(
             }
         )
     except ValidationError as error:
-        found = error.errors()[0]
-        said = found.get("ctx", {})
+        first = error.errors()[0]
+        context = first.get("ctx", {})
         raise ConfigError(
-            f"the options cannot be used: {'.'.join(map(str, found['loc']))} {said.get('message', found['msg'])}",
-            hint=said.get("hint", ""),
+            f"the options cannot be used: {'.'.join(map(str, first['loc']))} {context.get('message', first['msg'])}",
+            hint=context.get("hint", ""),
         ) from None
 
 
 def claim_log(log: LogPath) -> tuple[str, ...]:
-    """Mark the log as a stream's own before anything is in it; refuse one that is not. The tables that were asked for
-    so far."""
+    """Mark an empty log as a stream's own, or refuse a pipeline's.
+
+    Return the tables that streams have asked for so far.
+    """
     with files.explain_errors(log):
         if (log / MARK_FILE).exists():
-            return tuple(_marked(log).get("tables", ()))
+            return tuple(_read_mark(log).get("tables", ()))
         if (log / "meta.json").exists():
             raise LogForeign(
-                "the log is a pipeline's, which captures for itself",
+                "the log belongs to a pipeline, which has its own capture",
                 log=log,
-                hint="Leave out `url`, and run the pipeline's capture beside the stream; or give `log` a new place.",
+                hint="Leave out `url`, and run the pipeline's capture; or set `log` to a new path.",
             )
         files.make_folder(log)
         files.replace_durably(log / MARK_FILE, b"{}\n")
     return ()
 
 
-def _marked(log: LogPath) -> dict[str, Any]:
+def _read_mark(log: LogPath) -> dict[str, Any]:
     path = log / MARK_FILE
     with files.explain_errors(path):
         text = path.read_bytes()
     try:
-        found: dict[str, Any] = json.loads(text)
-        return found
+        mark: dict[str, Any] = json.loads(text)
+        return mark
     except ValueError as error:
         raise LogCorrupt(
             "the log's list of tables cannot be read",
             path=path,
-            hint="Put `{}` there: the tables of streams that do not run now are left out then until those start.",
+            hint="Write `{}` to the file. Tables of other streams are captured again when those start.",
         ) from error
 
 
 class _StartMarker:
-    """Told that the capture has begun, when publication and slot are as they should be, it marks that; nobody watches
-    otherwise."""
+    """An observer that marks the log once publication and slot are ready.
+
+    This capture has no other observer.
+    """
 
     def __init__(self, log: LogPath, tables: tuple[str, ...], start: str) -> None:
         self._path = log / MARK_FILE
@@ -205,34 +211,34 @@ class _StartMarker:
 
 
 def with_stream_hint(error: TailraceError) -> TailraceError:
-    """The same error, with what its reader can do: a stream has no command line."""
+    """Return the error with a hint for a stream's user, who has no command line."""
     if isinstance(error, (LogBusy, SlotBusy)):
         hint = (
             "Does another stream capture into this log? Leave out `url` in this one, and keep `log`: it reads what the "
-            "other captures. Or give it a `log` of its own. If no such stream runs, end the process that is named here."
+            "other captures. Or give it its own `log`. If no such stream runs, end the process named in this error."
         )
         return type(error)(error.message, hint=hint, **error.fields)
-    if type(error) in _ANEW_HINTS:
-        return type(error)(error.message, hint=_ANEW_HINTS[type(error)], **error.fields)
+    if type(error) in _STREAM_HINTS:
+        return type(error)(error.message, hint=_STREAM_HINTS[type(error)], **error.fields)
     return as_option_error(error)
 
 
 def main() -> int:
-    """Capture until told to stop; what went wrong is the last line of the output."""
+    """Capture until asked to stop; an error is the last line of the output."""
     from tailrace.pipeline import runner
 
-    told = json.loads(sys.stdin.buffer.readline())
+    request = json.loads(sys.stdin.buffer.readline())
     try:
-        store = {"endpoint": told["endpoint"], "region": told["region"]}
-        path = stream_settings(told["url"], told["log"], tuple(told["tables"]), **store).log.path
-        tables = tuple(dict.fromkeys([*claim_log(path), *told["tables"]]))
-        settings = stream_settings(told["url"], told["log"], tables, **store)
-        marking = _StartMarker(path, tables, told["start"])
-        # It goes on after that: a child does. But what was there at the start is in the log without delay.
-        runner.capture(settings, until_caught_up=True, observer=marking, child=True)
+        store = {"endpoint": request["endpoint"], "region": request["region"]}
+        path = stream_settings(request["url"], request["log"], tuple(request["tables"]), **store).log.path
+        tables = tuple(dict.fromkeys([*claim_log(path), *request["tables"]]))
+        settings = stream_settings(request["url"], request["log"], tables, **store)
+        marker = _StartMarker(path, tables, request["start"])
+        # As a child it continues after it has caught up; until then it reads without idle delays.
+        runner.capture(settings, until_caught_up=True, observer=marker, child=True)
     except TailraceError as error:
-        told_error = error_to_json(with_stream_hint(error))
-        print(json.dumps({"error": told_error}), flush=True)  # noqa: T201 # for whoever started us
+        error_json = error_to_json(with_stream_hint(error))
+        print(json.dumps({"error": error_json}), flush=True)  # noqa: T201 # the parent reads it
         return int(error.exit_code)
     return 0
 

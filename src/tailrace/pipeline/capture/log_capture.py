@@ -1,9 +1,9 @@
-"""The capture side of a pipeline: no Spark, no Java, a process of its own.
+"""Capture changes into the log: no Spark, no Java, a process of its own.
 
-The order of a first start is the log's meta.json, publication, slot, first commit; after any crash in between
-the next start finds its place. A later start, and every opening of the stream, refuses to go on unless the
-log's position is a point of the server's own past and the slot can still give everything after it. Once the log
-was taken over by another process, nothing more is written or confirmed, and soon nothing more is read.
+A first start makes the log's meta.json, publication, slot and first commit, in this order; after a crash in between the
+next start continues there. A later start, and every opening of the stream, refuses to continue unless two things hold:
+the log's position is in the server's own past, and the slot can still deliver everything after it. Once another process
+has taken over the log, nothing more is written or confirmed, and soon nothing more is read.
 """
 
 from __future__ import annotations
@@ -38,27 +38,30 @@ log = logging.getLogger(__name__)
 
 FENCE_TRIES_MAX = 5
 PUBLISH_SECONDS = 2.0
-"""Between two looks for tables that are new at the source."""
-NOTED_AT_ONCE_MAX = 100
-"""Tables whose shapes are asked for with one connection."""
+"""Seconds between two looks for new tables at the source."""
+SCHEMAS_AT_ONCE_MAX = 100
+"""Tables whose schemas are read with one connection."""
 RELOADING_MODES = {"when_needed", "always", "initial_only"}
-"""Modes of tables that lose nothing where the server has lost what we had not read."""
-HURRIED_IDLE_SECONDS = 1.0
-"""For one that only catches up: tables that are loaded meanwhile are told as of one point when the log has passed their
-loads, and nobody waits ten seconds for that."""
+"""Load modes of tables that lose nothing when the server has discarded unread changes."""
+CATCH_UP_IDLE_SECONDS = 1.0
+"""Idle seconds before an empty commit, for a capture that only catches up.
+
+Tables loaded meanwhile get a consistent point once the log has passed their loads; the usual ten seconds would be a
+long wait.
+"""
 CHECK_SECONDS = 0.1
-"""Between two looks at the lease while nothing is appended; every append looks for itself."""
+"""Seconds between two checks of the lease. Every append checks it too."""
 
 
 class LeasedLogWriter(LogWriter):
-    """The log, written only while its lease is ours."""
+    """A log writer that writes only while it holds the lease."""
 
     def check(self) -> None:
-        """Raise LogFenced once somebody has taken the log over."""
+        """Raise LogFenced once another process has taken over the log."""
         self._lease.check()
 
     def is_lost(self) -> bool:
-        """Whether somebody has taken the log over."""
+        """Return whether another process has taken over the log."""
         return self._lease.lost()
 
     def append(self, window: Window) -> CommitHeader | None:
@@ -66,15 +69,15 @@ class LeasedLogWriter(LogWriter):
         try:
             return super().append(window)
         except LogFenced:
-            self.check()  # says who has the log now, if it was taken over
+            self.check()  # names the new owner, if the log was taken over
             raise
         except LogUnusable as error:
             self.check()
-            # Only another writer, at its first commit, sweeps away what was written aside. Where its lock does not
-            # reach us, this is how we learn of it.
+            # Only another writer, at its first commit, removes temporary files. Where its lock does not reach us, this
+            # is how we notice it.
             if isinstance(error.__cause__, FileNotFoundError) and (self.path / "hot").is_dir():
                 raise LogFenced(
-                    "another writer has swept away the commit we were writing",
+                    "another writer has removed the commit that we were writing",
                     log=self.path,
                     hint="Stop one of the two writers of this log, then start again.",
                 ) from error
@@ -82,10 +85,10 @@ class LeasedLogWriter(LogWriter):
 
     @classmethod
     def open(cls, path: LogPath, source: SourceId, *, take_over: bool) -> LeasedLogWriter:
-        """Open the log; one taken by force first gets an empty commit.
+        """Open the log; after a forced takeover, append an empty commit first.
 
-        Its number ends whoever lost the log, before we look at what the slot has confirmed: what the other could
-        still commit and confirm after our look would seem lost to us.
+        The number of that commit fences the former writer before we look at what the slot has confirmed. Otherwise the
+        former writer could commit and confirm after our look, and those changes would seem lost to us.
         """
         forced = False
         for _ in range(FENCE_TRIES_MAX):
@@ -98,7 +101,7 @@ class LeasedLogWriter(LogWriter):
             except LogFenced:
                 lost = log._lease.lost()
                 log.close()
-                if lost:  # somebody took it over after us, and is not to be robbed in turn
+                if lost:  # another process took over after us: do not take it back
                     raise
             except BaseException:
                 log.close()
@@ -106,12 +109,12 @@ class LeasedLogWriter(LogWriter):
         raise LogBusy(
             "another process keeps writing the log",
             log=path,
-            hint="Stop that process; it does not see that the log was taken over.",
+            hint="Stop that process: it does not notice that the log was taken over.",
         )
 
 
 class LogCapture:
-    """A capture that is ready to run: the log is ours, publication and slot are there."""
+    """A capture that is ready to run: it holds the log, publication and slot exist."""
 
     def __init__(self, settings: PipelineSettings, *, until_caught_up: bool, take_over: bool = False) -> None:
         self._identity = identify(settings.source.url)
@@ -125,45 +128,47 @@ class LogCapture:
             self.source.on_publish = self._publish
             self._unseen: set[TableId] = set()
             position = self.log.position if self.log.commit else None
-            with self._ours():
-                begin = self._prepare(settings, position, take_over)
+            with self._holding_log():
+                start = self._prepare(settings, position, take_over)
             self._check_rules()
-            if begin is not None:
-                self.log.append(Window(start=ZERO, end=begin))
+            if start is not None:
+                self.log.append(Window(start=ZERO, end=start))
             target = self.source.committed_until() if until_caught_up else None
         except BaseException:
             self.log.close()
             raise
         self._keeper = open_maintenance(settings)
         self.sink = LogSink(self.log)
-        idle = HURRIED_IDLE_SECONDS if until_caught_up else None
+        idle = CATCH_UP_IDLE_SECONDS if until_caught_up else None
         self.runtime = CdcRuntime(self, self.sink, target=target, idle_seconds_max=idle)
         self.started = time.monotonic()
 
-    def _publish(self, told: PublishedTables) -> None:
-        if told.done:
-            confirm_tables(self.log.path, told.tables, told.position)
+    def _publish(self, published: PublishedTables) -> None:
+        if published.done:
+            confirm_tables(self.log.path, published.tables, published.position)
         else:
-            announce_tables(self.log.path, told.tables, told.position, commit=self.log.commit, moved=told.moved)
-            self._unseen.update(table for table, _ in told.tables)
+            announce_tables(
+                self.log.path, published.tables, published.position, commit=self.log.commit, moved=published.moved
+            )
+            self._unseen.update(table for table, _ in published.tables)
 
     def _prepare(self, settings: PipelineSettings, position: Lsn | None, take_over: bool) -> Lsn | None:
-        """The point that a new log begins at.
+        """Return the position that a new log begins at.
 
-        Where the position is lost, and all tables may be loaded anew by themselves, the log goes on from a new slot,
-        and says what it lacks.
+        If the position is lost and every table may be reloaded automatically, the log continues from a new slot and
+        records the gap.
         """
         try:
             return self.source.prepare(position, self._origin(), take_over=take_over)
         except PositionLost as error:
-            self.log.check()  # to one that has lost the log its successor's slot looks so
+            self.log.check()  # without the lease, a slot that the new owner moved looks the same
             lost = Gap(commit=self.log.commit + 1, start=self.log.position, end=self.log.position)
             begun = any(gap.commit == lost.commit for gap in read_gaps(self.log.path))
             modes = {settings.load.mode_of(table.table) for table in self.source.tables()}
             if not modes <= RELOADING_MODES or not self.source.settings.slot_create:
                 raise
             if "confirmed" in error.fields and not begun:
-                raise  # a log that was put back: its numbers mean something else to whoever has read further
+                raise  # an older copy of the log: readers that are ahead of it know other changes by its numbers
             record_gap(self.log.path, lost)
             end = self.source.prepare(None, take_over=take_over)
             if end is None or end <= self.log.position:
@@ -172,24 +177,24 @@ class LogCapture:
             lost = replace(lost, end=end)
             record_gap(self.log.path, lost)
             self._identity = identify(settings.source.url)
-            self.log.timeline = self._identity.timeline  # what lies before a failover is left behind with it
+            self.log.timeline = self._identity.timeline  # a failover's older timeline ends here
             self.log.append(Window(start=lost.start, end=lost.end))
             log.warning(
-                "changes are lost, tables are loaded anew",
+                "changes are lost, tables are reloaded",
                 extra={"reason": error.message, "after": str(lost.start), "upto": str(lost.end)},
             )
             return None
 
     def _origin(self) -> SourceId:
-        """The history that the log's position was read from."""
+        """Return the history that the log's position was read from."""
         return replace(self._identity, timeline=self.log.timeline)
 
     @contextmanager
-    def _ours(self) -> Iterator[None]:
-        """Ask for the lease before the source is asked, and again if the source refuses.
+    def _holding_log(self) -> Iterator[None]:
+        """Check the lease before the source is asked, and again if the source refuses.
 
-        To one that has lost the log a slot that its successor moves looks like a position that is lost. What it
-        would then advise, to move the log away, must never be heard.
+        If another process has taken over and moves the slot, our position looks lost. The hint of that error, to move
+        the log away, must then never be shown.
         """
         self.log.check()
         try:
@@ -199,24 +204,27 @@ class LogCapture:
             raise
 
     def live(self, after: Lsn) -> Stream:
-        """The stream after a position of the log, while that is ours."""
-        with self._ours():
+        """Open the stream after a position of the log, while we hold the log."""
+        with self._holding_log():
             stream = self.source.live(after, self._origin())
-        # A failover that kept our history: from here on positions are of the new timeline.
+        # After a failover that kept our history, positions are of the new timeline.
         self.log.timeline = stream.timeline
         return stream
 
     def _check_rules(self) -> None:
-        """Refuse rules that cannot be used on the tables as they are published, and name those that concern none."""
+        """Refuse rules that the published tables do not allow.
+
+        Warn of rules that match no table.
+        """
         if self._ruled is None:
             return
         self._ruled.check_rules()
         for idle in self._ruled.rules.unmatched_rules():
             if idle.no_table:
-                log.warning("rule concerns no table", extra={"rule": idle.rule, "why": idle.reason})
+                log.warning("rule matches no table", extra={"rule": idle.rule, "why": idle.reason})
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Capture until told to stop, then let go of slot and log."""
+        """Capture until asked to stop, then release slot and log."""
 
         checked_at = 0.0
 
@@ -232,12 +240,12 @@ class LogCapture:
         def guarded(work: Callable[[threading.Event], None]) -> None:
             try:
                 work(ended)
-            except Exception as error:  # the thread's boundary: nothing must end without a word
+            except Exception as error:  # the thread's boundary: no thread must end silently
                 broken.append(error)
 
         self._keeper.start()
         ended, broken = threading.Event(), list[Exception]()
-        for work, name in ((self._publish_until, "tailrace-publish"), (self._note_until, "tailrace-note")):
+        for work, name in ((self._publish_until, "tailrace-publish"), (self._record_schemas_until, "tailrace-note")):
             threading.Thread(target=guarded, args=(work,), name=name, daemon=True).start()
         try:
             self.runtime.run(self.sink, stopping_or_taken_over)
@@ -246,39 +254,41 @@ class LogCapture:
             self._keeper.stop()
             self.log.close()
             for idle in self._ruled.rules.unmatched_rules() if self._ruled is not None else ():
-                # Loads go through the rules in other processes, which count nothing.
-                why = idle.reason if idle.no_table else "no change was one for it; rows of loads are not counted"
+                # Loads apply the rules in other processes, which do not count matches.
+                why = idle.reason if idle.no_table else "no change matched it; rows of loads are not counted"
                 log.warning("rule never matched", extra={"rule": idle.rule, "why": why})
 
     def _publish_until(self, ended: threading.Event) -> None:
-        """Publish tables that the settings name as soon as they are made, and take in no others."""
-        said = ""
+        """Publish tables that match the settings as soon as they exist."""
+        reported_code = ""
         while not ended.wait(PUBLISH_SECONDS):
             try:
                 if not self.log.is_lost():
                     self.source.publish_new()
-                said = ""
-            except TailraceError as error:  # tried again; a source that cannot be reached, the stream tells of
-                if error.code != said and not isinstance(error, SourceUnreachable):
+                reported_code = ""
+            except TailraceError as error:  # retried; the stream reports a source that cannot be reached
+                if error.code != reported_code and not isinstance(error, SourceUnreachable):
                     log.warning("tables cannot be published", extra={"code": error.code, "reason": error.message})
-                said = error.code
+                reported_code = error.code
 
-    def _note_until(self, ended: threading.Event) -> None:
-        """Have the log say what tables look like that it has no rows of. In a thread of its own: it may have to wait
-        for whoever has a table locked."""
+    def _record_schemas_until(self, ended: threading.Event) -> None:
+        """Record the schemas of tables that the log has no rows of.
+
+        This runs in a thread of its own, because a locked table can make it wait.
+        """
         seconds, listed = 0.0, False
         while not ended.wait(seconds):
             seconds = PUBLISH_SECONDS
-            with suppress(TailraceError):  # tried again; a source that cannot be reached, the stream tells of
+            with suppress(TailraceError):  # retried; the stream reports a source that cannot be reached
                 if not listed:
                     self._unseen.update(table.table for table in self.source.tables())
                     listed = True
-                self._note_shapes(ended)
+                self._record_schemas(ended)
 
-    def _note_shapes(self, ended: threading.Event) -> None:
-        self._unseen.difference_update([shape.table for shape in self.log.latest_schemas()])
+    def _record_schemas(self, ended: threading.Event) -> None:
+        self._unseen.difference_update([schema.table for schema in self.log.latest_schemas()])
         while self._unseen and not ended.is_set() and not self.log.is_lost():
-            some = list(self._unseen)[:NOTED_AT_ONCE_MAX]
-            for shape in self.source.describe(some).values():
-                record_known_table(self.log.path, shape)
-            self._unseen.difference_update(some)
+            tables = list(self._unseen)[:SCHEMAS_AT_ONCE_MAX]
+            for schema in self.source.describe(tables).values():
+                record_known_table(self.log.path, schema)
+            self._unseen.difference_update(tables)

@@ -1,7 +1,7 @@
-"""Settings to running objects, in one place.
+"""Build sources and log maintenance from the settings, in one place.
 
-Slot and publication are named after the log unless the settings name them, so two pipelines on one database
-never meet and a log always finds its own slot again.
+Slot and publication are named after the log unless the settings name them. So two pipelines on one database never meet,
+and a log always finds its own slot again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tailrace.transforms.transformed_source import TransformedCapture
 
 
 def open_source(settings: PipelineSettings, log_id: str) -> PostgresCapture:
-    """The source of this pipeline, for the log of this id."""
+    """Return the pipeline's source for the log with this id."""
     source, slot, publication = settings.source, settings.source.slot, settings.source.publication
     wanted = PostgresSettings(
         url=source.url,
@@ -31,7 +31,7 @@ def open_source(settings: PipelineSettings, log_id: str) -> PostgresCapture:
         standby=settings.load.standby,
         slot=slot.name or f"tailrace_{log_id}",
         slot_create=slot.create,
-        slot_anew=True,
+        recreate_slot=True,
         publication=publication.name or f"tailrace_{log_id}",
         publication_create=publication.create,
     )
@@ -41,7 +41,10 @@ def open_source(settings: PipelineSettings, log_id: str) -> PostgresCapture:
 
 
 def open_source_for_log(settings: PipelineSettings, log: ChangeLog, *, loads: bool = False) -> PostgresCapture:
-    """The same, for whoever asks it about tables: it knows those that the log has seen. Who loads asks for others."""
+    """Return the source with the tables that the log already knows.
+
+    `loads` makes it ask the source for further tables too, which a process that loads needs.
+    """
     source = open_source(settings, log.log_id)
     if isinstance(source, TransformedCapture) and source.discovers_tables:
         source.asks_types = loads
@@ -51,6 +54,6 @@ def open_source_for_log(settings: PipelineSettings, log: ChangeLog, *, loads: bo
 
 
 def open_maintenance(settings: PipelineSettings) -> LogMaintenance:
-    """The one who keeps the log in order, for the tables that the settings name."""
+    """Return the log maintenance for the tables that the settings name."""
     release_unwanted(settings)
     return LogMaintenance(settings.log.path, settings.log.maintenance_policy)

@@ -1,1 +1,1 @@
-"""The settings file: what it may say, and every mistake in it with its line and remedy."""
+"""The settings file: its models, and every mistake in it with line and remedy."""

@@ -1,4 +1,4 @@
-"""The `catalog` of the settings file: what it may say of where Iceberg tables are listed."""
+"""The `catalog` part of the settings file: where Iceberg tables are listed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _KEYS = {
     "secret_uri": ("rest", "jdbc"), "warehouse": ("rest",), "secret_token": ("rest",), "user": ("jdbc",),
     "secret_password": ("jdbc",),
 }  # fmt: skip
-"""Which types each is for."""
+"""The catalog types that take each key."""
 
 
 class CatalogSettings(BaseModel):
-    """Where Iceberg tables are listed; they lie below `tables.path` whichever it is."""
+    """The catalog that lists Iceberg tables; their files are below `tables.path` with every type."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
     type: Literal["hadoop", "rest", "jdbc"] = "hadoop"
@@ -44,23 +44,23 @@ class CatalogSettings(BaseModel):
     properties: dict[str, SecretStr] = {}
 
     @model_validator(mode="after")
-    def _says_what_its_type_needs(self) -> CatalogSettings:
-        refuse(self._not_of_its_type())
+    def _has_what_its_type_needs(self) -> CatalogSettings:
+        refuse(self._wrong_for_its_type())
         return self
 
-    def _not_of_its_type(self) -> Iterator[PydanticCustomError]:
-        uri, begins = self.secret_uri.get_secret_value() if self.secret_uri else None, _URIS[self.type]
+    def _wrong_for_its_type(self) -> Iterator[PydanticCustomError]:
+        uri, prefixes = self.secret_uri.get_secret_value() if self.secret_uri else None, _URIS[self.type]
         hint = f"For example: {EXAMPLES[f'tables.catalog.{self.type}']}."
-        if begins and not (uri or "").startswith(begins):
-            which = "no `uri`" if uri is None else "a `uri` that it cannot have"
-            yield refusal(f"has {which}: for `type: {self.type}` it begins with {' or '.join(begins)}", hint)
+        if prefixes and not (uri or "").startswith(prefixes):
+            problem = "no `uri`" if uri is None else "the wrong kind of `uri`"
+            yield refusal(f"has {problem}: for `type: {self.type}` it must begin with {' or '.join(prefixes)}", hint)
         for name, types in _KEYS.items():
             if getattr(self, name) is not None and self.type not in types:
-                said = name.removeprefix("secret_")
-                yield refusal(f"is not for `type: {self.type}`", f"Remove it. {hint}", (said,))
+                key = name.removeprefix("secret_")
+                yield refusal(f"is not for `type: {self.type}`", f"Remove it. {hint}", (key,))
 
     def catalog(self, root: Path) -> Catalog:
-        """The same, as tables know it."""
+        """Return the same settings in the form that lake tables take."""
         from tailrace.tables.iceberg.catalogs import Catalog
 
         secrets = {"jdbc.password": self.secret_password, "token": self.secret_token, **self.properties}

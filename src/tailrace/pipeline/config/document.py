@@ -1,6 +1,7 @@
-"""A YAML file as plain values that know their lines, with variables replaced, and what is wrong with the file itself.
+"""Read a YAML file as plain values with line numbers, and list its problems.
 
-Nothing here knows what the values mean. No value stands in a problem: it could hold a secret.
+Variables are replaced. This module does not know what the values mean. No problem contains a value: it could be a
+secret.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import yaml
 
 FILE_BYTES_MAX = 1 << 20
 VALUES_MAX = 10_000
-"""An alias of an alias of an alias can stand for more values than fit in memory."""
+"""Limit for aliases of aliases, which can expand to more values than fit in memory."""
 DEPTH_MAX = 20
 
 Loc = tuple[str | int, ...]
-"""Where a value stands: `("source", "tables", 0)` is the first glob."""
+"""Path of a value in the file: `("source", "tables", 0)` is the first glob."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +40,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Number:
-    """A number as the file has it; whoever takes numbers knows what they count."""
+    """A number as written in the file. The setting that takes it knows its unit."""
 
     text: str
 
 
 def read_text(file: Path) -> str | Problem:
-    """The file's text, or why there is none."""
+    """Return the file's text, or the problem that prevents reading it."""
 
     def whole(message: str, hint: str, line: int = 0) -> Problem:
         return Problem(line=line, column=min(line, 1), where="", message=message, hint=hint)
@@ -58,8 +59,8 @@ def read_text(file: Path) -> str | Problem:
     except IsADirectoryError:
         return whole("this is a folder", "Give the path of the settings file in it.")
     except (OSError, ValueError) as error:
-        said = getattr(error, "strerror", None) or str(error)
-        return whole(f"the file cannot be read: {said.lower()}", "Check the path and the file's permissions.")
+        reason = getattr(error, "strerror", None) or str(error)
+        return whole(f"the file cannot be read: {reason.lower()}", "Check the path and the file's permissions.")
     if len(content) > FILE_BYTES_MAX:
         return whole("the file is larger than 1 MiB", "Is it the right file?")
     try:
@@ -74,30 +75,33 @@ def dotted(loc: Loc) -> str:
 
 _VARIABLE = re.compile(r"\$\$|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}|\$\{")
 _PASSWORD = re.compile(r"[A-Za-z0-9+.-]+://(?:\$\{[^}]*\}|[^:/?@])*:(?P<password>(?:\$\{[^}]*\}|[^/?@])*)@")
-"""Where the password stands in a URL. A variable holds the password itself, as PGPASSWORD does, so it is
-percent-encoded on the way in: libpq would take an `@` in it for the end of the password."""
+"""Finds the password in a URL.
+
+A variable holds the password itself, as PGPASSWORD does. It is percent-encoded when it is inserted, because libpq would
+take an `@` in it for the end of the password.
+"""
 
 _NOT_READ = object()
-"""Stands for a value whose own problem is already told."""
+"""Replaces a value whose own problem is already reported."""
 
 _NO_TEXT = object()
-"""Stands for a date or what else YAML knows: no setting takes one."""
+"""Replaces dates and other YAML types that no setting takes."""
 
 
 @dataclass
 class Document:
-    """A file's values, where each stands, and what is wrong with it. Problems are only ever added."""
+    """A file's values, the position of each, and its problems. Problems are only ever added."""
 
     environment: Mapping[str, str]
     needs: str
-    """What such a file must hold, for one that holds nothing."""
+    """The keys that such a file must hold; shown if it is empty."""
     urls: Collection[Loc] = ()
-    """Values that may have a password inside."""
+    """Paths of the values that may contain a password."""
     text: str = ""
     data: Any = None
     problems: list[Problem] = field(default_factory=list)
     keys: dict[Loc, int] = field(default_factory=dict)
-    """Where each key begins, as an index into the text."""
+    """Start of each key, as an index into the text."""
     values: dict[Loc, int] = field(default_factory=dict)
     unread: set[Loc] = field(default_factory=set)
 
@@ -128,7 +132,7 @@ class Document:
                 self.data = self.read(node, ())
 
     def read(self, node: yaml.Node, loc: Loc) -> Any:
-        """A node as plain data, with variables replaced."""
+        """Return a node as plain data, with variables replaced."""
         self.values[loc] = node.start_mark.index
         if len(loc) > DEPTH_MAX or len(self.values) > VALUES_MAX:
             self.unread.add(loc)
@@ -154,32 +158,32 @@ class Document:
         return self.expand(node, loc) if isinstance(node, yaml.ScalarNode) and kind == "str" else _NO_TEXT
 
     def read_mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for key, value in node.value:
             at = key.start_mark.index
             if not isinstance(key, yaml.ScalarNode):
                 self.add(loc, at, "has a key that is not text", f"It needs {self.needs}.")
-            elif key.value in found:
+            elif key.value in values:
                 first, _ = self.line_and_column(self.keys[(*loc, key.value)])
-                self.add((*loc, key.value), at, f"is given twice; first on line {first}", "Keep one of them.")
+                self.add((*loc, key.value), at, f"is set twice; first on line {first}", "Keep one of them.")
             else:
                 self.keys[(*loc, key.value)] = at
-                found[key.value] = self.read(value, (*loc, key.value))
-        return found
+                values[key.value] = self.read(value, (*loc, key.value))
+        return values
 
     def expand(self, node: yaml.ScalarNode, loc: Loc) -> Any:
-        """A scalar's text with `${VAR}` replaced; `$$` is a dollar, a dollar before anything else too."""
+        """Return a scalar's text with `${VAR}` replaced; `$$` and any other `$` is a dollar."""
         begin = node.start_mark.index
         secret = _PASSWORD.match(node.value) if loc in self.urls else None
 
-        def replaced(found: re.Match[str]) -> str:
+        def replaced(match: re.Match[str]) -> str:
             nonlocal begin
-            if found.group() == "$$":
+            if match.group() == "$$":
                 return "$"
-            # Where it stands in the file: the search goes on behind the one before.
-            at = self.text.find(found.group(), begin, node.end_mark.index)
+            # Search behind the previous match, so that each variable gets its own line.
+            at = self.text.find(match.group(), begin, node.end_mark.index)
             begin = at + 1 if at >= 0 else begin
-            name, default = found.group("name"), found.group("default")
+            name, default = match.group("name"), match.group("default")
             if name is None or "${" in (default or ""):
                 self.unread.add(loc)
                 self.add(
@@ -198,7 +202,7 @@ class Document:
                     f"Set it, or give a default: `${{{name}:-default}}`.",
                 )
             value = self.environment.get(name, "") or default or ""
-            inside = secret is not None and secret.start("password") <= found.start() < secret.end("password")
+            inside = secret is not None and secret.start("password") <= match.start() < secret.end("password")
             return quote(value, safe="") if inside else value
 
         text = _VARIABLE.sub(replaced, node.value)
@@ -213,27 +217,27 @@ class Document:
         self.problems.append(Problem(line=line, column=column, where=dotted(loc), message=message, hint=hint))
 
     def add_syntax(self, error: yaml.MarkedYAMLError) -> None:
-        said = " ".join(part for part in (error.context, error.problem) if part)
+        reason = " ".join(part for part in (error.context, error.problem) if part)
         mark = error.problem_mark or error.context_mark
         at = mark.index if mark else 0
-        if "'\\t'" in said or self.text[at : at + 1] == "\t":
-            self.add((), at, "a tab stands where YAML allows only spaces", "Use spaces, also for indentation.")
-        elif "alias" in said or "anchor" in said:
-            # Its own words quote what follows the star, which may be a secret.
+        if "'\\t'" in reason or self.text[at : at + 1] == "\t":
+            self.add((), at, "there is a tab where YAML allows only spaces", "Use spaces, also for indentation.")
+        elif "alias" in reason or "anchor" in reason:
+            # The parser's own text quotes what follows the star, which may be a secret.
             self.add(
                 (),
                 at,
                 "a `*` or `&` at the beginning of a value means something else in YAML",
                 'Put the value in quotes: "*.orders".',
             )
-        elif "mapping values are not allowed" in said:
+        elif "mapping values are not allowed" in reason:
             self.add(
                 (),
                 at,
-                "a `:` stands where YAML expects no key",
+                "there is a `:` where YAML expects no key",
                 "Check the indentation, or put a value that holds `: ` in quotes.",
             )
-        elif "single document" in said:
+        elif "single document" in reason:
             self.add((), at, "a second document begins here", "Keep one document: remove the `---`.")
         else:
             self.add(
@@ -244,7 +248,7 @@ class Document:
             )
 
     def value(self, loc: Loc) -> Any:
-        found = self.data
+        value = self.data
         for part in loc:
-            found = found[part]
-        return found
+            value = value[part]
+        return value

@@ -1,4 +1,9 @@
-"""What single values of the settings file may be, and the words for what they may not."""
+"""Check single values of the settings file, and word their problems.
+
+Sizes and durations are read as people write them: `50GB`, `128MiB`, `7d`, `10min`. A number without a unit is bytes or
+seconds. An ambiguous value is refused, never rounded or guessed: `5m` could be minutes or months, and `50G` could be
+either kind of gigabyte.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +22,25 @@ from tailrace.pipeline.config.document import Loc, Number
 from tailrace.storage.objects import ENDPOINT, STORES_HINT, ObjectPath
 
 LOG_BYTES_MIN = 1 << 20
-"""A smaller limit is a unit that was forgotten: `max_bytes: 50` would make the log let go of everything."""
+"""The smallest log limit. A smaller one lacks its unit: `max_bytes: 50` would make the log trim everything."""
 FILE_SIZE_MAX = 256 << 20
-"""Of a file of a lake table that may be aimed at."""
+"""The largest size that a lake table's files may aim at."""
 
 
 def refusal(message: str, hint: str, at: Loc = ()) -> PydanticCustomError:
-    """`at`: where below the value that was looked at."""
-    # The text travels as a value: a template would read braces in it as places to fill.
+    """Return an error for pydantic; `at` is the path below the checked value."""
+    # The text travels as a value, because a template would take braces in it for placeholders.
     return PydanticCustomError("refused", "{message}", {"message": message, "hint": hint, "at": at})
 
 
-def refuse(found: Iterable[PydanticCustomError]) -> None:
-    """Refuse all of them at once: of a model pydantic hears one refusal, so the others travel inside it."""
-    told = [dict(refusal.context or {}) for refusal in found]
-    if told:
-        raise PydanticCustomError("refused", "{message}", {**told[0], "more": told[1:]})
+def refuse(errors: Iterable[PydanticCustomError]) -> None:
+    """Raise all these errors as one.
+
+    A model can give pydantic only one error, so the others travel inside it.
+    """
+    contexts = [dict(refusal.context or {}) for refusal in errors]
+    if contexts:
+        raise PydanticCustomError("refused", "{message}", {**contexts[0], "more": contexts[1:]})
 
 
 def _check_name(name: str) -> str:
@@ -54,7 +62,7 @@ def _check_publication_name(name: str) -> str:
 
 
 _NOT_YET = {"mysql": "MySQL", "mariadb": "MariaDB", "sqlserver": "SQL Server", "mssql": "SQL Server"}
-"""Sources that are planned, by the scheme of their URL."""
+"""Planned sources, by the scheme of their URL."""
 _URL_HINT = "It looks like `postgresql://user:${PGPASSWORD}@host:5432/database`."
 _ENCODE_HINT = (
     "Percent-encode special characters in user and password (`@` is %40, `/` is %2F, `%` is %25), "
@@ -63,7 +71,7 @@ _ENCODE_HINT = (
 
 
 def _check_url(url: str) -> str:
-    """What libpq would stumble over, said before it does: its own messages quote pieces of the URL."""
+    """Refuse a URL that libpq cannot parse; libpq's own messages quote parts of it."""
     scheme, separator, _ = url.partition("://")
     if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
         raise refusal("must be a URL that begins with `postgresql://`", _URL_HINT)
@@ -71,7 +79,7 @@ def _check_url(url: str) -> str:
         kind = _NOT_YET[scheme.split("+")[0].lower()]
         raise refusal(f"names {kind} (`{scheme}://`), which is not available yet", "Use a `postgresql://` source.")
     if scheme not in ("postgresql", "postgres"):
-        raise refusal(f"begins with `{scheme}://`, which is no source we know", _URL_HINT)
+        raise refusal(f"begins with `{scheme}://`, which is not a known source", _URL_HINT)
     wrong = address.find_url_problem(url)
     if wrong is not None:
         raise refusal(wrong.value, f"{_URL_HINT} {_ENCODE_HINT}" if wrong is address.UrlProblem.PORT else _ENCODE_HINT)
@@ -79,14 +87,17 @@ def _check_url(url: str) -> str:
 
 
 _BRACKETS = re.compile(r"\[!?\]?[^\]]*\]")
-"""One `[…]` of a glob; as in fnmatch a `]` right after the opening stands for itself."""
+"""Finds one `[…]` of a glob. As in fnmatch, a `]` right after the opening is a literal one."""
 
 
 def split_glob(glob: str) -> Iterator[tuple[str, str]]:
-    """Every way to read a glob as schema and table: at each dot that stands outside brackets."""
+    """Yield every split of a glob into schema and table.
+
+    There is one at each dot outside brackets.
+    """
     hidden = _BRACKETS.sub(lambda found: "x" * len(found.group()), glob)
-    for at, letter in enumerate(hidden):
-        if letter == ".":
+    for at, character in enumerate(hidden):
+        if character == ".":
             yield glob[:at], glob[at + 1 :]
 
 
@@ -101,23 +112,23 @@ def _check_brackets(glob: str) -> str:
 
 def _check_glob(glob: str) -> str:
     _check_brackets(glob)
-    found = list(split_glob(glob))
-    if not found:
+    splits = list(split_glob(glob))
+    if not splits:
         raise refusal(
             f"holds `{glob}`, which names no schema",
             f'Write schema and table with a dot between them: "public.{glob or "*"}".',
         )
-    if not any(schema and table for schema, table in found):
+    if not any(schema and table for schema, table in splits):
         raise refusal(
             f"holds `{glob}`, which lacks a schema or a table",
-            'Write both, with a dot between them; `*` stands for any: "public.*".',
+            'Write both, with a dot between them; `*` matches any: "public.*".',
         )
     return glob
 
 
 def check_format(name: object) -> object:
     if isinstance(name, str) and name not in ("delta", "iceberg"):
-        raise refusal(f"names `{name}`, which is no table format", "Use `format: delta`, or `format: iceberg`.")
+        raise refusal(f"names `{name}`, which is not a table format", "Use `format: delta`, or `format: iceberg`.")
     return name
 
 
@@ -125,11 +136,14 @@ _NAMES_HINT = "For example: `{schema}/{table}`, `{pipeline}/{table}` or `{pipeli
 
 
 def _check_template(template: str) -> str:
-    """Folders' names, at most three deep. What a table's name brings in is encoded where it must be."""
+    """Check a path template of at most three folders.
+
+    Table names are encoded where necessary when they are inserted.
+    """
     parts = re.sub(r"\{(schema|table|pipeline)\}", "x", template).split("/")
     if len(parts) > 3 or not all(re.fullmatch(r"[A-Za-z0-9_=-][A-Za-z0-9_.=-]*", part) for part in parts):
         raise refusal(
-            "must be one to three folders' names of letters, digits, `_-=.`, {schema}, {table} and {pipeline}",
+            "must be one to three folder names of letters, digits, `_-=.`, {schema}, {table} and {pipeline}",
             _NAMES_HINT,
         )
     if "_delta_log" in parts:
@@ -138,9 +152,9 @@ def _check_template(template: str) -> str:
 
 
 def _check_templates(template: str) -> str:
-    """One for many tables."""
+    """Check a path template that serves many tables."""
     if "{table}" not in _check_template(template):
-        raise refusal("lacks {table}, so that all tables would have one folder", _NAMES_HINT)
+        raise refusal("lacks {table}: all tables would share one folder", _NAMES_HINT)
     return template
 
 
@@ -149,61 +163,62 @@ _BUCKET = re.compile(r"s3a?://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)")
 
 
 _LAKE_HINT = (
-    "Give a plain path, without `…://`; on a cluster that of a file system that all machines share. The log may be in "
-    "a store (`log: s3://…`). docs/guides/object-stores.md says more."
+    "Give a plain path, without `…://`; on a cluster, a path in a file system that all machines share. Only the log "
+    "may be in a store (`log: s3://…`). See docs/guides/object-stores.md."
 )
 
 
-def check_folder(given: object) -> object:
-    if not isinstance(given, str):
-        return given
-    if not given.strip() or not given.isprintable():
-        raise refusal("must be a folder's path", "For example: `./shop/changes`.")
-    if _URL.match(given):
+def check_folder(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if not value.strip() or not value.isprintable():
+        raise refusal("must be the path of a folder", "For example: `./shop/changes`.")
+    if _URL.match(value):
         raise refusal("must be a folder: lake tables need a file system, and are not in object stores", _LAKE_HINT)
     try:
-        return Path(given).resolve()
+        return Path(value).resolve()
     except (OSError, RuntimeError):
-        raise refusal("is a path that leads in a circle", "Look at the symbolic links in it.") from None
+        raise refusal("is a path with a loop of symbolic links", "Check the symbolic links in it.") from None
 
 
-def _check_log_path(given: object) -> Path | ObjectPath:
-    """A folder, or a place in an object store."""
-    if not isinstance(given, str) or not _URL.match(given):
-        found = check_folder(given)
-        if isinstance(found, (Path, ObjectPath)):
-            return found
-        raise refusal("must be a folder's path", "For example: `./shop/changes`.")
+def _check_log_path(value: object) -> Path | ObjectPath:
+    """Return a folder, or a path in an object store."""
+    if not isinstance(value, str) or not _URL.match(value):
+        folder = check_folder(value)
+        if isinstance(folder, (Path, ObjectPath)):
+            return folder
+        raise refusal("must be the path of a folder", "For example: `./shop/changes`.")
     if importlib.util.find_spec("obstore") is None:
         raise refusal("needs the package `obstore`", "Install it: `pip install 'tailrace[objects]'`.")
     try:
-        if _BUCKET.match(given) and given.isprintable():
-            return ObjectPath.parse(given)
+        if _BUCKET.match(value) and value.isprintable():
+            return ObjectPath.parse(value)
     except ConfigError:
         pass
     raise refusal(
-        "must be a folder's path, or `s3://bucket/prefix`", f"For example: `s3://my-bucket/shop/changes`. {STORES_HINT}"
+        "must be the path of a folder, or `s3://bucket/prefix`",
+        f"For example: `s3://my-bucket/shop/changes`. {STORES_HINT}",
     )
 
 
-def _check_endpoint(given: str) -> str:
-    if not ENDPOINT.fullmatch(given):
-        raise refusal("must be the address of an S3 server alone", "For example: `https://minio.example:9000`.")
-    return given
+def _check_endpoint(value: str) -> str:
+    if not ENDPOINT.fullmatch(value):
+        raise refusal("must be only the address of an S3 server", "For example: `https://minio.example:9000`.")
+    return value
 
 
-def _written(given: object, hint: str) -> str:
-    if isinstance(given, Number):
-        return given.text
-    if isinstance(given, str):
-        return given
-    said = "has no value" if given is None else "must be a number, with or without a unit"
-    raise refusal(said, hint)
+def _text_of(value: object, hint: str) -> str:
+    if isinstance(value, Number):
+        return value.text
+    if isinstance(value, str):
+        return value
+    problem = "has no value" if value is None else "must be a number, with or without a unit"
+    raise refusal(problem, hint)
 
 
-def _check_size(given: object) -> int:
+def _check_size(value: object) -> int:
     try:
-        size = parse_size(_written(given, SIZE_HINT))
+        size = parse_size(_text_of(value, SIZE_HINT))
     except InvalidQuantity as refused:
         raise refusal(f"{refused}", refused.hint) from None
     if size < LOG_BYTES_MIN:
@@ -211,22 +226,22 @@ def _check_size(given: object) -> int:
     return size
 
 
-def _check_duration(given: object) -> float:
+def _check_duration(value: object) -> float:
     try:
-        return parse_duration(_written(given, DURATION_HINT))
+        return parse_duration(_text_of(value, DURATION_HINT))
     except InvalidQuantity as refused:
         raise refusal(f"{refused}", refused.hint) from None
 
 
-def _check_count(given: object) -> int:
-    text = _written(given, "For example: `commits: 4096`.")
+def _check_count(value: object) -> int:
+    text = _text_of(value, "For example: `commits: 4096`.")
     if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
-        raise refusal("must be a whole number from 1 on", "For example: `commits: 4096`.")
+        raise refusal("must be a whole number, 1 or larger", "For example: `commits: 4096`.")
     return int(text)
 
 
-def _check_connections(given: object) -> int:
-    text = _written(given, "For example: `connections: 4`.")
+def _check_connections(value: object) -> int:
+    text = _text_of(value, "For example: `connections: 4`.")
     if not re.fullmatch(r"[1-9][0-9]?", text):
         raise refusal("must be a whole number from 1 to 99", "For example: `connections: 4`.")
     return int(text)
@@ -238,59 +253,59 @@ def _check_columns(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _check_file_size(given: object) -> int:
-    size = _check_size(given)
+def _check_file_size(value: object) -> int:
+    size = _check_size(value)
     if size > FILE_SIZE_MAX:
-        raise refusal("is more than 256 MiB", "No file of a lake table is written larger: `file: 256MiB`.")
+        raise refusal("is more than 256 MiB", "Give at most `file: 256MiB`: no file of a lake table is larger.")
     return size
 
 
-def _check_share(given: object) -> float:
+def _check_share(value: object) -> float:
     example = "For example: `budget: 10%`."
-    text = _written(given, example)
+    text = _text_of(value, example)
     if not re.fullmatch(r"[1-9][0-9]?%", text):
         raise refusal("must be a share of one core, from 1% to 99%", example)
     return int(text[:-1]) / 100
 
 
-def _check_long_ago(given: object) -> float | None:
-    """A duration of at least an hour, or none."""
-    if _is_none(given):
+def _check_long_ago(value: object) -> float | None:
+    """Return a duration of at least an hour, or None."""
+    if _is_word_none(value):
         return None
-    found = _check_duration(given)
-    if found < 3600:
+    seconds = _check_duration(value)
+    if seconds < 3600:
         raise refusal("must be an hour or longer", "For example: `remove_after: 7d`.")
-    return found
+    return seconds
 
 
-def check_spark_setting(given: object) -> object:
-    """A setting of Spark's as Spark takes it: as text."""
-    if isinstance(given, Number):
-        return given.text
-    return str(given).lower() if isinstance(given, bool) else given
+def check_spark_setting(value: object) -> object:
+    """Return a Spark setting as text, as Spark takes it."""
+    if isinstance(value, Number):
+        return value.text
+    return str(value).lower() if isinstance(value, bool) else value
 
 
-def _is_none(given: object) -> bool:
-    return isinstance(given, str) and given.strip().lower() == "none"
+def _is_word_none(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower() == "none"
 
 
 Size = Annotated[int, BeforeValidator(_check_size)]
-Limit = Annotated[int | None, BeforeValidator(lambda given: None if _is_none(given) else _check_size(given))]
+Limit = Annotated[int | None, BeforeValidator(lambda value: None if _is_word_none(value) else _check_size(value))]
 Duration = Annotated[float, BeforeValidator(_check_duration)]
 LongAgo = Annotated[float | None, BeforeValidator(_check_long_ago)]
 FileSize = Annotated[int, BeforeValidator(_check_file_size)]
 Share = Annotated[float, BeforeValidator(_check_share)]
-Age = Annotated[float | None, BeforeValidator(lambda given: None if _is_none(given) else _check_duration(given))]
+Age = Annotated[float | None, BeforeValidator(lambda value: None if _is_word_none(value) else _check_duration(value))]
 Count = Annotated[int, BeforeValidator(_check_count)]
 Connections = Annotated[int, BeforeValidator(_check_connections)]
 LoadModeName = Literal["initial", "always", "initial_only", "when_needed", "schema_only", "never"]
-"""When a table is loaded; docs/guides/loading.md says what each means."""
+"""The load mode of a table; see docs/guides/loading.md."""
 TableModeName = Literal["mirror", "history", "append"]
-"""What a lake table holds; docs/guides/modes.md."""
+"""The mode of a lake table; see docs/guides/modes.md."""
 MetadataName = Literal["_op", "_seq", "_position", "_tx", "_tx_index", "_committed_at"]
-"""As `tables.forms.METADATA`."""
+"""Metadata columns, as in `tables.spec.METADATA`."""
 BadRow = Literal["stop", "dead-letter"]
-"""What becomes of a change that its lake table cannot take; docs/guides/dead-letters.md."""
+"""The treatment of a change that its lake table cannot take; see docs/guides/dead-letters.md."""
 Name = Annotated[str, AfterValidator(_check_name)]
 SlotName = Annotated[str, AfterValidator(_check_slot_name)]
 PublicationName = Annotated[str, AfterValidator(_check_publication_name)]
@@ -321,7 +336,10 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 
 
 class InvalidQuantity(ValueError):
-    """The text is no such quantity; says why, without quoting it, and `hint` says what would be one."""
+    """A text that is not such a quantity.
+
+    The message says why, without quoting the text; `hint` shows a valid one.
+    """
 
     def __init__(self, why: str, hint: str) -> None:
         super().__init__(why)
@@ -329,19 +347,19 @@ class InvalidQuantity(ValueError):
 
 
 def parse_size(text: str) -> int:
-    """A number of bytes."""
-    found = _parse(text, SIZE_UNITS, "is not a size", SIZE_HINT)
-    if found > BYTES_MAX:
+    """Return a size in bytes."""
+    size = _parse(text, SIZE_UNITS, "is not a size", SIZE_HINT)
+    if size > BYTES_MAX:
         raise InvalidQuantity("is more than any disk holds", SIZE_HINT)
-    return int(found)
+    return int(size)
 
 
 def parse_duration(text: str) -> float:
-    """A number of seconds."""
-    found = _parse(text, DURATION_UNITS, "is not a length of time", DURATION_HINT)
-    if found > SECONDS_MAX:
+    """Return a duration in seconds."""
+    seconds = _parse(text, DURATION_UNITS, "is not a length of time", DURATION_HINT)
+    if seconds > SECONDS_MAX:
         raise InvalidQuantity("is more than a hundred years", DURATION_HINT)
-    return found
+    return seconds
 
 
 def _parse(text: str, units: dict[str, int], why: str, hint: str) -> float:

@@ -1,12 +1,12 @@
-"""The settings file: what it may say, and every mistake in it with its line and remedy.
+"""Read the settings file, and list every mistake in it with its line and remedy.
 
-A `PipelineSettings` that exists is usable as far as the file alone can tell: nothing here opens a connection.
-Loading and checking read the file the same way, so a file that checks clean loads. The URL never stands in a
-`repr`, an error or a problem, and neither does any other value that could hold a secret.
+A `PipelineSettings` that exists is usable as far as the file alone shows: nothing here opens a connection. Loading and
+checking read the file the same way, so a file that checks clean loads. The URL never appears in a `repr`, an error or a
+problem, and neither does any other value that could be a secret.
 
-Reading goes: bytes → YAML nodes (which know their lines) → plain values with variables replaced (`document.py`) → the
-models, whose values `setting_values.py` checks. The file is longer than most because a key, what it must go together
-with and the words for breaking that change together.
+The file is read in steps: bytes → YAML nodes with line numbers → plain values with variables replaced (`document.py`) →
+the models, whose values `setting_values.py` checks. This module is longer than most: a key, its rules and the messages
+for breaking them change together.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ if TYPE_CHECKING:
     from tailrace.tables.spec import TableSpec
 
 SEALS_PER_MAX_BYTES = 8
-"""Only sealed commits can be let go, so a log with a limit seals before much of it is unsealed."""
+"""Seals that fit into the log's limit.
+
+Only sealed commits can be trimmed, so a log with a limit seals before much of it is unsealed.
+"""
 
 
 # ---- models ----------------------------------------------------------------------------------------------
@@ -81,7 +84,7 @@ _FROZEN = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
 class SlotSettings(BaseModel):
-    """The replication slot: named by the log's id unless named here; created if missing unless forbidden."""
+    """The replication slot: named after the log's id and created if missing, by default."""
 
     model_config = _FROZEN
     name: SlotName | None = None
@@ -89,12 +92,12 @@ class SlotSettings(BaseModel):
 
     @model_validator(mode="after")
     def _is_findable(self) -> SlotSettings:
-        _refuse_nameless(self, "slot")
+        _refuse_unnamed(self, "slot")
         return self
 
 
 class PublicationSettings(BaseModel):
-    """The publication: named by the log's id unless named here; created if missing unless forbidden."""
+    """The publication: named after the log's id and created if missing, by default."""
 
     model_config = _FROZEN
     name: PublicationName | None = None
@@ -102,20 +105,20 @@ class PublicationSettings(BaseModel):
 
     @model_validator(mode="after")
     def _is_findable(self) -> PublicationSettings:
-        _refuse_nameless(self, "publication")
+        _refuse_unnamed(self, "publication")
         return self
 
 
-def _refuse_nameless(given: SlotSettings | PublicationSettings, what: str) -> None:
-    if not given.create and given.name is None:
+def _refuse_unnamed(settings: SlotSettings | PublicationSettings, what: str) -> None:
+    if not settings.create and settings.name is None:
         raise refusal(
-            f"`create: false` needs a `name`: there is no other way to know which {what} is meant",
+            f"`create: false` needs a `name`: otherwise the {what} is unknown",
             f"Add `name:`, the name of the {what} you made.",
         )
 
 
 class SourceSettings(BaseModel):
-    """The database and which of its tables are copied."""
+    """The database, and which of its tables are copied."""
 
     model_config = _FROZEN
     secret_url: Url = Field(alias="url")
@@ -129,12 +132,12 @@ class SourceSettings(BaseModel):
 
     @property
     def url(self) -> str:
-        """The URL with its password: hand it to the driver and to nothing else."""
+        """The URL with its password: pass it to the driver and to nothing else."""
         return self.secret_url.get_secret_value()
 
 
 class RetentionSettings(BaseModel):
-    """What the log keeps of rows that nobody needs any more: the younger ones, and not more than so many."""
+    """Limits for the age and size of rows that no reader needs any more."""
 
     model_config = _FROZEN
     age: Age = 7 * 86_400.0
@@ -142,7 +145,7 @@ class RetentionSettings(BaseModel):
 
 
 class SealSettings(BaseModel):
-    """When commits become Parquet files: past any one of these."""
+    """Limits that make capture seal commits; the first one exceeded counts."""
 
     model_config = _FROZEN
     bytes: Size = 128 << 20
@@ -151,7 +154,7 @@ class SealSettings(BaseModel):
 
 
 class LogSettings(BaseModel):
-    """The change log: its folder or its place in an object store, and how it is kept in order."""
+    """The change log: its folder or object store path, and its maintenance."""
 
     model_config = _FROZEN
     path: LogFolder
@@ -163,18 +166,18 @@ class LogSettings(BaseModel):
     grace: Duration = 300.0
 
     @model_validator(mode="after")
-    def _path_knows_its_store(self) -> LogSettings:
-        given = {"endpoint": self.endpoint, "region": self.region}
+    def _add_store_to_path(self) -> LogSettings:
+        store = {"endpoint": self.endpoint, "region": self.region}
         if isinstance(self.path, ObjectPath):
-            # Whoever has the path, in whichever process, needs nothing else.
-            object.__setattr__(self, "path", ObjectPath.parse(str(self.path), **given))
-        elif any(given.values()):
-            raise refusal("has an endpoint or a region, but is a folder", "Leave them out, or give `path: s3://…`.")
+            # Every process that has the path then needs nothing else.
+            object.__setattr__(self, "path", ObjectPath.parse(str(self.path), **store))
+        elif any(store.values()):
+            raise refusal("is a folder, and has an endpoint or a region", "Remove them, or give `path: s3://…`.")
         return self
 
     @property
     def maintenance_policy(self) -> MaintenancePolicy:
-        """The same for the one who keeps the log in order."""
+        """The same settings in the form that log maintenance takes."""
         from tailrace.changelog.maintain.maintenance import MaintenancePolicy
         from tailrace.changelog.maintain.retention import RetentionPolicy
 
@@ -192,7 +195,7 @@ class LogSettings(BaseModel):
 
 
 class EvolutionSettings(BaseModel):
-    """What to do about each kind of change to a table's shape; docs/guides/evolution.md says what each means."""
+    """The policy for each kind of schema change; see docs/guides/evolution.md."""
 
     model_config = _FROZEN
     add: Literal["apply", "stop", "refresh"] = "apply"
@@ -209,12 +212,12 @@ class EvolutionSettings(BaseModel):
     @property
     def policies(self) -> EvolutionPolicies:
         return EvolutionPolicies(
-            **{kind: EvolutionPolicy(said) for kind, said in self.model_dump(exclude_none=True).items()}
+            **{kind: EvolutionPolicy(policy) for kind, policy in self.model_dump(exclude_none=True).items()}
         )
 
 
 class UpkeepSettings(BaseModel):
-    """What is done for lake tables besides changing their rows; docs/guides/upkeep.md."""
+    """Upkeep of lake tables: compaction and removal of old files; see docs/guides/upkeep.md."""
 
     model_config = _FROZEN
     join: bool = True
@@ -224,7 +227,7 @@ class UpkeepSettings(BaseModel):
 
 
 class TableRuleSettings(BaseModel):
-    """What some tables are to be; where it says nothing, what `tables` says for all counts."""
+    """Settings for some tables; a key that is not set is as `tables` says."""
 
     model_config = _FROZEN
     mode: TableModeName | None = None
@@ -239,21 +242,21 @@ class TableRuleSettings(BaseModel):
     columns: dict[str, Annotated[str, Field(min_length=1)]] = {}
 
     @model_validator(mode="after")
-    def _names_are_apart(self) -> TableRuleSettings:
-        refuse(self._names_that_meet())
+    def _names_are_distinct(self) -> TableRuleSettings:
+        refuse(self._duplicate_names())
         return self
 
-    def _names_that_meet(self) -> Iterator[PydanticCustomError]:
+    def _duplicate_names(self) -> Iterator[PydanticCustomError]:
         seen: dict[str, str] = {}
         for old, new in self.columns.items():
             if "\0" in new:
                 yield refusal("must not hold a zero byte", "No table can have such a column.", ("columns", old))
             if (other := seen.setdefault(new.lower(), old)) != old:
-                yield refusal(f"is what `{other}` is called, too", "Give each its own name.", ("columns", old))
+                yield refusal(f"is also the new name of `{other}`", "Give each column its own name.", ("columns", old))
 
 
 class TablesSettings(BaseModel):
-    """The lake tables: each in its folder, `<path>/<schema>/<table>` unless named otherwise."""
+    """The lake tables: each in its folder, `<path>/<schema>/<table>` by default."""
 
     model_config = _FROZEN
     _pipeline: str = PrivateAttr(default="")
@@ -276,55 +279,57 @@ class TablesSettings(BaseModel):
     column_mapping: bool = False
 
     @model_validator(mode="after")
-    def _settings_go_together(self) -> TablesSettings:
+    def _keys_are_compatible(self) -> TablesSettings:
         if self.format == "iceberg":
-            of_format = [*self._known_only_to_delta(), *self._unknown_to_iceberg()]
+            of_format = [*self._keys_of_delta_only(), *self._unsupported_by_iceberg()]
         else:
-            of_format = [*self._catalog_of_delta(), *self._features_without_spark()]
-        refuse([*of_format, *self._marks_without_mirror()])
+            of_format = [*self._catalog_without_iceberg(), *self._features_without_spark()]
+        refuse([*of_format, *self._soft_delete_without_mirror()])
         return self
 
-    def _catalog_of_delta(self) -> Iterator[PydanticCustomError]:
+    def _catalog_without_iceberg(self) -> Iterator[PydanticCustomError]:
         if self.catalog is not None:
             hint = "Remove it, or write `format: iceberg`."
-            yield refusal("is for `format: iceberg`: a Delta table needs no catalog", hint, ("catalog",))
+            yield refusal("is for `format: iceberg` only: a Delta table needs no catalog", hint, ("catalog",))
 
-    def _known_only_to_delta(self) -> Iterator[PydanticCustomError]:
+    def _keys_of_delta_only(self) -> Iterator[PydanticCustomError]:
         if "engine" in self.model_fields_set and self.engine != "spark":
-            yield refusal("is for `format: delta`: Iceberg tables are written by Spark", "Remove it.", ("engine",))
+            yield refusal("is for `format: delta` only: Spark writes Iceberg tables", "Remove it.", ("engine",))
 
-    def _unknown_to_iceberg(self) -> Iterator[PydanticCustomError]:
-        for at, said in self._said():
+    def _unsupported_by_iceberg(self) -> Iterator[PydanticCustomError]:
+        for at, settings in self._all_and_rules():
             for name in ("deletion_vectors", "column_mapping"):
-                if getattr(said, name):
-                    yield refusal("is not known to `format: iceberg`", "Remove it.", (*at, name))
-            name, template = ("name", said.name) if isinstance(said, TableRuleSettings) else ("names", said.names)
+                if getattr(settings, name):
+                    yield refusal("is not supported by `format: iceberg`", "Remove it.", (*at, name))
+            name, template = (
+                ("name", settings.name) if isinstance(settings, TableRuleSettings) else ("names", settings.names)
+            )
             if template is not None and "/" not in template:
                 hint = "For example: `{schema}/{table}`."
                 yield refusal("has no namespace, which an Iceberg table needs", hint, (*at, name))
 
-    def _marks_without_mirror(self) -> Iterator[PydanticCustomError]:
-        for at, said in self._said():
-            mode = said.mode or self.mode
-            if said.soft_delete and mode != "mirror":
+    def _soft_delete_without_mirror(self) -> Iterator[PydanticCustomError]:
+        for at, settings in self._all_and_rules():
+            mode = settings.mode or self.mode
+            if settings.soft_delete and mode != "mirror":
                 yield refusal(
-                    f"is for `mode: mirror`: a table in `mode: {mode}` keeps what is deleted anyway",
+                    f"is for `mode: mirror` only: a table in `mode: {mode}` keeps deleted rows anyway",
                     "Remove it, or write `mode: mirror`.",
                     (*at, "soft_delete"),
                 )
 
     def _features_without_spark(self) -> Iterator[PydanticCustomError]:
-        for at, said in self._said() if self.engine != "spark" else ():
+        for at, settings in self._all_and_rules() if self.engine != "spark" else ():
             for name in ("deletion_vectors", "column_mapping"):
-                if getattr(said, name):
+                if getattr(settings, name):
                     yield refusal(
-                        "is for `engine: spark`: delta-rs does not write such tables",
+                        "is for `engine: spark` only: delta-rs does not write such tables",
                         "Remove it, or write `engine: spark`.",
                         (*at, name),
                     )
 
-    def _said(self) -> Iterator[tuple[Loc, TablesSettings | TableRuleSettings]]:
-        """What is said for all tables, and for some, with the place where it stands."""
+    def _all_and_rules(self) -> Iterator[tuple[Loc, TablesSettings | TableRuleSettings]]:
+        """Yield the settings for all tables and for some, with their paths."""
         yield (), self
         for glob, rule in self.rules.items():
             yield ("rules", glob), rule
@@ -339,14 +344,14 @@ class TablesSettings(BaseModel):
         )
 
     def spec_of(self, table: TableId) -> TableSpec:
-        """The last pattern that matches decides; what it does not say, and without one, is as for all."""
+        """Return the table spec: by the last rule that matches, else as for all tables."""
         from tailrace.tables.spec import DELETED, ICEBERG_DELETED, TableMode, TableSpec
 
         rule = self._rule_of(table)
         mode = rule.mode or self.mode
-        wanted = self.soft_delete if rule.soft_delete is None else rule.soft_delete
-        soft_delete = wanted and mode == "mirror"
-        if keeps := transform_settings.is_message_table(self._transforms, table):
+        soft_delete_wanted = self.soft_delete if rule.soft_delete is None else rule.soft_delete
+        soft_delete = soft_delete_wanted and mode == "mirror"
+        if holds_messages := transform_settings.is_message_table(self._transforms, table):
             transform_settings.refuse_modes(table, rule.mode, rule.soft_delete)
             mode, soft_delete = "mirror", False
         metadata = self.metadata if rule.metadata is None else rule.metadata
@@ -358,24 +363,27 @@ class TablesSettings(BaseModel):
             deleted_column=ICEBERG_DELETED if soft_delete and self.format == "iceberg" else DELETED,
             renamed_columns=tuple(sorted(rule.columns.items())),
             partition_by=tuple(rule.columns.get(name, name) for name in partition_by),
-            holds_messages=keeps,
+            holds_messages=holds_messages,
         )
 
     def policies_of(self, table: TableId) -> EvolutionPolicies:
-        """The last pattern that matches decides; the kinds that it does not name are as for all."""
-        said = self._rule_of(table).evolution
-        return self.evolution.model_copy(update=said.model_dump(include=said.model_fields_set)).policies
+        """Return the evolution policies.
+
+        The last rule that matches decides; kinds that it does not name are as for all tables.
+        """
+        evolution = self._rule_of(table).evolution
+        return self.evolution.model_copy(update=evolution.model_dump(include=evolution.model_fields_set)).policies
 
     def _name_of(self, table: TableId) -> str:
         return self._rule_of(table).name or self.names
 
     def _rule_of(self, table: TableId) -> TableRuleSettings:
-        found = [rule for glob, rule in self.rules.items() if _glob_matches(glob, table)]
-        return found[-1] if found else TableRuleSettings()
+        matching = [rule for glob, rule in self.rules.items() if _glob_matches(glob, table)]
+        return matching[-1] if matching else TableRuleSettings()
 
     @property
     def layout(self) -> LakeLayout:
-        """Where each table lies, and what it is."""
+        """The location and spec of every lake table."""
         from tailrace.tables.location import LakeLayout
 
         return LakeLayout(
@@ -391,16 +399,19 @@ class TablesSettings(BaseModel):
 
     @property
     def written_by_spark(self) -> bool:
-        """Whether one of Spark's connectors writes the tables."""
+        """True if one of Spark's connectors writes the tables."""
         return self.format == "iceberg" or self.engine == "spark"
 
     def dead_letters_enabled(self, table: TableId) -> bool:
-        """Whether changes that the table cannot take are set aside; the last pattern that matches decides."""
+        """Return whether rejected changes of the table become dead letters.
+
+        The last rule that matches decides.
+        """
         return (self._rule_of(table).on_bad_row or self.on_bad_row) == "dead-letter"
 
 
 class LoadSettings(BaseModel):
-    """How tables are read from the source: when, in which way, and how much of the source that may take."""
+    """Loads: when, in which way, and how much of the source they may use."""
 
     model_config = _FROZEN
     mode: LoadModeName = "initial"
@@ -414,27 +425,27 @@ class LoadSettings(BaseModel):
     secret_standby: Url | None = Field(default=None, alias="standby")
 
     @model_validator(mode="after")
-    def _standby_is_of_use(self) -> LoadSettings:
+    def _standby_is_usable(self) -> LoadSettings:
         if self.standby and self.way == "exact":
             raise refusal(
-                "has `standby` beside `way: exact`, and a snapshot is exported by the source itself",
-                "Leave `way` out, or write `way: chunked`; or leave `standby` out.",
+                "has both `standby` and `way: exact`: only the source itself can export a snapshot",
+                "Remove `way` or `standby`, or write `way: chunked`.",
             )
         return self
 
     @property
     def standby(self) -> str | None:
-        """The URL of the server to read from, with its password, if it is not the source itself."""
+        """URL, with password, of the standby to read from; None: read from the source itself."""
         return self.secret_standby.get_secret_value() if self.secret_standby else None
 
     def mode_of(self, table: TableId) -> LoadModeName:
-        """The last pattern that matches decides; without one, `mode`."""
-        found = [mode for glob, mode in self.modes.items() if _glob_matches(glob, table)]
-        return found[-1] if found else self.mode
+        """Return the load mode: by the last pattern that matches, else `mode`."""
+        matching = [mode for glob, mode in self.modes.items() if _glob_matches(glob, table)]
+        return matching[-1] if matching else self.mode
 
 
 class SparkSettings(BaseModel):
-    """The Spark that the work runs on; by default one of our own, on this machine."""
+    """The Spark that does the work; by default our own, on this machine."""
 
     model_config = _FROZEN
     master: str | None = None
@@ -442,7 +453,7 @@ class SparkSettings(BaseModel):
 
 
 class PipelineSettings(BaseModel):
-    """One pipeline. `file` is where the settings came from; relative paths start at its folder."""
+    """One pipeline. `file` is the settings file; relative paths start at its folder."""
 
     model_config = _FROZEN
     name: Name
@@ -456,46 +467,48 @@ class PipelineSettings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _anchor_paths(cls, given: Any) -> Any:
-        return _anchored(given) if isinstance(given, dict) and "file" in given else given
+    def _anchor_paths(cls, values: Any) -> Any:
+        return _anchored(values) if isinstance(values, dict) and "file" in values else values
 
     @model_validator(mode="after")
-    def _tables_know_the_name(self) -> PipelineSettings:
+    def _pass_name_to_tables(self) -> PipelineSettings:
         self.tables._pipeline, self.tables._transforms = self.name, self.transforms
         return self
 
     def unmatched_patterns(self, tables: Collection[TableId]) -> list[str]:
-        """Patterns that say something of some tables, and of none of these: probably of one that is misspelled."""
-        said = [("tables.rules", glob) for glob in self.tables.rules]
-        said += [("load.modes", glob) for glob in self.load.modes]
-        return [f"{where}.{glob}" for where, glob in said if not any(_glob_matches(glob, table) for table in tables)]
+        """Return patterns for some tables that match none of these; probably misspelled."""
+        patterns = [("tables.rules", glob) for glob in self.tables.rules]
+        patterns += [("load.modes", glob) for glob in self.load.modes]
+        return [
+            f"{where}.{glob}" for where, glob in patterns if not any(_glob_matches(glob, table) for table in tables)
+        ]
 
     def has(self, table: TableId) -> bool:
-        """Whether a table in the lake, of which there is a record, is this pipeline's as its rules are now."""
+        """Return whether a lake table belongs to this pipeline under its current rules."""
         return transform_settings.may_have_rows(self.transforms, table, wanted=matches(self.source, table))
 
     @model_validator(mode="after")
-    def _rules_can_be_kept(self) -> PipelineSettings:
-        for said, hint in transform_settings.unsupported_rules(self.transforms):
-            raise refusal(said, hint, ("transforms", "rules"))
+    def _rules_are_supported(self) -> PipelineSettings:
+        for problem, hint in transform_settings.unsupported_rules(self.transforms):
+            raise refusal(problem, hint, ("transforms", "rules"))
         tables = [self.tables.on_bad_row, *(rule.on_bad_row for rule in self.tables.rules.values())]
         if (rule := transform_settings.rule_with_dead_letters(self.transforms)) and "dead-letter" not in tables:
-            said = f"has the rule `{rule}`, which sets rows aside, and the tables do not"
+            problem = f"has the rule `{rule}`, which makes dead letters, but no table has `on_bad_row: dead-letter`"
             hint = "Write `on_bad_row: dead-letter` under `tables`."
-            raise refusal(said, hint, ("transforms", "rules"))
+            raise refusal(problem, hint, ("transforms", "rules"))
         return self
 
     @model_validator(mode="after")
-    def _folders_are_apart(self) -> PipelineSettings:
-        if said := _overlap(self.log.path, self.tables.path):
-            raise refusal(said, _OVERLAP_HINT)
+    def _folders_are_separate(self) -> PipelineSettings:
+        if problem := _overlap(self.log.path, self.tables.path):
+            raise refusal(problem, _OVERLAP_HINT)
         return self
 
 
-def _anchored(given: dict[str, Any]) -> dict[str, Any]:
-    """The same settings with absolute paths, and `log: folder` written out as `log: {path: folder}`."""
+def _anchored(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with absolute paths, and `log: folder` as `log: {path: folder}`."""
     # Not `resolve`: a mounted settings file is often a link into a folder that is replaced at every change.
-    file = Path(os.path.abspath(given["file"]))
+    file = Path(os.path.abspath(values["file"]))
 
     def anchor(holder: Any) -> Any:
         path = holder.get("path") if isinstance(holder, dict) else None
@@ -503,18 +516,18 @@ def _anchored(given: dict[str, Any]) -> dict[str, Any]:
             return holder
         return {**holder, "path": os.path.join(file.parent, os.path.expanduser(path))}
 
-    log = given.get("log")
+    log = values.get("log")
     anchored = {
-        **given,
+        **values,
         "file": file,
         "log": anchor({"path": log} if isinstance(log, (str, Path)) else log),
-        "tables": anchor(given.get("tables")),
-        "transforms": transform_settings.with_key_paths(given.get("transforms"), file.parent),
+        "tables": anchor(values.get("tables")),
+        "transforms": transform_settings.with_key_paths(values.get("transforms"), file.parent),
     }
-    return {key: value for key, value in anchored.items() if key in given}
+    return {key: value for key, value in anchored.items() if key in values}
 
 
-_OVERLAP_HINT = "Give the log and the tables folders side by side, e.g. `./shop/changes` and `./shop/lake`."
+_OVERLAP_HINT = "Give the log and the tables separate folders, e.g. `./shop/changes` and `./shop/lake`."
 
 
 def _overlap(log: Path | ObjectPath, tables: Path) -> str | None:
@@ -523,15 +536,16 @@ def _overlap(log: Path | ObjectPath, tables: Path) -> str | None:
     if log == tables:
         return "is the log's folder"
     if log in tables.parents:
-        return "lies inside the log's folder"
-    return "holds the log's folder" if tables in log.parents else None
+        return "is inside the log's folder"
+    return "contains the log's folder" if tables in log.parents else None
 
 
 def matches(source: SourceSettings, table: TableId) -> bool:
-    """Whether the pipeline copies this table: some glob of `tables` matches it and none of `exclude` does.
+    """Return whether the pipeline copies this table.
 
-    A glob is `schema-glob.table-glob`; names are compared verbatim, case included. A name may itself hold a
-    dot, so the glob matches if it does so when split at any one of its dots (those in brackets aside).
+    It does if a glob of `tables` matches the table and none of `exclude` does. A glob is `schema-glob.table-glob`.
+    Names are compared verbatim, case included. A name may itself hold a dot, so a glob matches if any split at one of
+    its dots outside brackets does.
     """
 
     def matched(globs: Sequence[str]) -> bool:
@@ -541,7 +555,7 @@ def matches(source: SourceSettings, table: TableId) -> bool:
 
 
 def is_named(name: str, table: TableId) -> bool:
-    """Whether a name, or a glob, that a person gave is this table's."""
+    """Return whether a name or glob from a person means this table."""
     return name == str(table) or _glob_matches(name, table)
 
 
@@ -553,19 +567,22 @@ def _glob_matches(glob: str, table: TableId) -> bool:
 
 
 def names_table(source: SourceSettings, table: TableId) -> bool:
-    """Whether an entry of `tables` is this table's name, and no pattern."""
+    """Return whether an entry of `tables` is exactly this table's name, not a pattern."""
     pairs = [pair for glob in source.tables for pair in split_glob(glob)]
     return any((_literal(schema), _literal(name)) == (table.schema, table.name) for schema, name in pairs)
 
 
 def _literal(glob: str) -> str | None:
-    """The one name that a glob can mean: a character in brackets stands for itself. None if it is a pattern."""
+    """Return the one name that a glob can match; None if it is a pattern.
+
+    A single character in brackets means itself.
+    """
     alone = re.compile(r"\[([^!])\]")
     return None if re.search(r"[*?[]", alone.sub("", glob)) else alone.sub(r"\1", glob)
 
 
 def matches_message(source: SourceSettings, prefix: str) -> bool:
-    """Whether the pipeline keeps what an application wrote under this prefix."""
+    """Return whether the pipeline keeps application messages with this prefix."""
     return any(fnmatch.fnmatchcase(prefix, glob) for glob in source.messages)
 
 
@@ -573,13 +590,16 @@ def matches_message(source: SourceSettings, prefix: str) -> bool:
 
 
 def load_settings(path: str | Path, environment: Mapping[str, str] = os.environ) -> PipelineSettings:
-    """The settings in a file, or a ConfigError that tells the first problem and how many more there are."""
+    """Return the settings of a file, or raise ConfigError.
+
+    The error has the first problem and the number of others.
+    """
     settings, problems = _examine(Path(path), environment)
     if settings is not None:
         return settings
     first = problems[0]
-    place = f"{path}:{first.line}: " if first.line else f"{path}: "
-    message = place + (f"`{first.where}` " if first.where else "") + first.message
+    location = f"{path}:{first.line}: " if first.line else f"{path}: "
+    message = location + (f"`{first.where}` " if first.where else "") + first.message
     if len(problems) > 1:
         message += f" (and {len(problems) - 1} more problem{'s' if len(problems) > 2 else ''})"
     more = f" `tailrace check {path}` lists every problem." if first.line else ""
@@ -587,7 +607,7 @@ def load_settings(path: str | Path, environment: Mapping[str, str] = os.environ)
 
 
 def check_settings(path: str | Path, environment: Mapping[str, str] = os.environ) -> list[Problem]:
-    """Every problem that the file alone shows, in the order of its lines; empty if it can be used."""
+    """Return every problem that the file alone shows, by line; empty if it is usable."""
     return _examine(Path(path), environment)[1]
 
 
@@ -611,7 +631,7 @@ def _examine(file: Path, environment: Mapping[str, str]) -> tuple[PipelineSettin
     return (None if problems else settings), problems
 
 
-_SHAPES: dict[Loc, type[BaseModel]] = {
+_MODELS: dict[Loc, type[BaseModel]] = {
     (): PipelineSettings,
     ("source",): SourceSettings,
     ("source", "slot"): SlotSettings,
@@ -628,8 +648,10 @@ _SHAPES: dict[Loc, type[BaseModel]] = {
     ("transforms",): Transforms,
 }
 
-_NEVER: dict[Loc, str] = {("source", "type"): "Remove it: the `url` says what the source is, as `postgresql://…` does."}
-"""Keys that people expect, and that there are not."""
+_UNSUPPORTED_KEYS: dict[Loc, str] = {
+    ("source", "type"): "Remove it: the scheme of `url` says what the source is, e.g. `postgresql://…`."
+}
+"""Keys that people expect and that do not exist."""
 _URLS: tuple[Loc, ...] = (("source", "url"), ("load", "standby"))
 _MODES = ", ".join(get_args(LoadModeName))
 _EXAMPLES = {
@@ -653,7 +675,7 @@ _EXAMPLES = {
     "tables.path": "`path: ./shop/lake`",
     "tables.mode": "`mode: mirror`, `mode: history` or `mode: append`",
     "tables.soft_delete": "`soft_delete: true`",
-    "tables.metadata": f"`metadata: [_seq, _op]`; there are {', '.join(get_args(MetadataName))}",
+    "tables.metadata": f"`metadata: [_seq, _op]`; known are {', '.join(get_args(MetadataName))}",
     "tables.partition_by": "`partition_by: [region]`",
     "tables.names": '`names: "{pipeline}/{schema}/{table}"`',
     "tables.name": "`name: gold/sales`",
@@ -666,8 +688,8 @@ _EXAMPLES = {
     "tables.deletion_vectors": "`deletion_vectors: true`, with `engine: spark`",
     "tables.column_mapping": "`column_mapping: true`, with `engine: spark`",
     "load": "`load: {connections: 4, time_limit: 1h}`",
-    "load.mode": f"`mode: initial`; there are {_MODES}",
-    "load.modes": f'`modes: {{"public.audit_*": never}}`; there are {_MODES}',
+    "load.mode": f"`mode: initial`; known are {_MODES}",
+    "load.modes": f'`modes: {{"public.audit_*": never}}`; known are {_MODES}',
     "load.way": "`way: auto`, `way: exact` or `way: chunked`",
     "load.throttle": "`throttle: false`",
     "load.standby": "`standby: postgresql://user:${PGPASSWORD}@standby:5432/database`",
@@ -678,32 +700,32 @@ _EXAMPLES = {
     **transform_settings.EXAMPLES,
 }
 
-_WANTED = {
+_PYDANTIC_TEXTS = {
     "string_type": "must be text",
-    "path_type": "must be a folder's path",
+    "path_type": "must be the path of a folder",
     "tuple_type": "must be a list",
     "too_short": "must not be empty",
     "string_too_short": "must not be empty",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
-    "literal_error": "has a value it cannot have",
+    "literal_error": "has an unknown value",
     "model_type": "must be a mapping",
     "dict_type": "must be a mapping",
     "model_attributes_type": "must be a mapping",
 }
-"""What pydantic's own refusals mean here, but for those of rules; anything else is shown in its own words."""
+"""Our text for pydantic's own errors, except those of rules; others keep pydantic's text."""
 
 
 def _keys(loc: Loc) -> list[str]:
     of_rule = loc[3:] if loc[:2] == ("tables", "rules") and len(loc) >= 3 else None
-    shape = TableRuleSettings if of_rule == () else _SHAPES.get(loc if of_rule is None else ("tables", *of_rule))
-    fields = shape.model_fields.items() if shape else ()
-    return [found.alias or name for name, found in fields if (shape, name) != (PipelineSettings, "file")]
+    model = TableRuleSettings if of_rule == () else _MODELS.get(loc if of_rule is None else ("tables", *of_rule))
+    fields = model.model_fields.items() if model else ()
+    return [field.alias or name for name, field in fields if (model, name) != (PipelineSettings, "file")]
 
 
 def _example(loc: Loc) -> str:
     if loc[:2] == ("tables", "rules") and loc[3:] and dotted(("tables", *loc[3:4])) in _EXAMPLES:
-        loc = ("tables", *loc[3:4])  # what all tables take, some take too
+        loc = ("tables", *loc[3:4])  # a rule takes the keys of `tables`
     while dotted(loc) not in _EXAMPLES:
         loc = loc[:-1]
     return f"For example: {_EXAMPLES[dotted(loc)]}."
@@ -711,32 +733,32 @@ def _example(loc: Loc) -> str:
 
 def _folder_of(holder: object) -> Path | None:
     try:
-        found = check_folder(holder.get("path")) if isinstance(holder, dict) else None
+        folder = check_folder(holder.get("path")) if isinstance(holder, dict) else None
     except PydanticCustomError:
         return None
-    return found if isinstance(found, Path) else None
+    return folder if isinstance(folder, Path) else None
 
 
 class _SettingsDocument(Document):
-    """A document, and what the models say of it."""
+    """A document with the problems that the models find."""
 
     def add_unknown_key(self, loc: Loc) -> None:
         *parent, key = loc
         known = transform_settings.keys_of(tuple(parent), self.value(tuple(parent))) or _keys(tuple(parent))
         close = difflib.get_close_matches(str(key), known, n=1)
-        homes = [f"under `{dotted(home)}`" if home else "at the top" for home in _SHAPES if key in _keys(home)]
-        if loc in _NEVER:
-            hint = _NEVER[loc]
+        homes = [f"under `{dotted(home)}`" if home else "at the top" for home in _MODELS if key in _keys(home)]
+        if loc in _UNSUPPORTED_KEYS:
+            hint = _UNSUPPORTED_KEYS[loc]
         elif close:
             hint = f"Did you mean `{close[0]}`?"
         elif homes:
-            hint = f"It belongs {' or '.join(homes)}."
+            hint = f"Move it: it belongs {' or '.join(homes)}."
         else:
             hint = f"Remove it. Known here: {', '.join(known)}."
-        self.add(loc, self.keys.get(loc, 0), "is not a key we know", hint)
+        self.add(loc, self.keys.get(loc, 0), "is not a known key", hint)
 
     def add_refusal(self, detail: ErrorDetails) -> None:
-        """Turn pydantic's refusal into a problem at the nearest thing that the file does say."""
+        """Turn pydantic's error into a problem at the nearest value that the file has."""
         loc = transform_settings.loc_in_file(detail["loc"])
         if any(loc[: len(unread)] == unread for unread in self.unread):
             return
@@ -749,28 +771,31 @@ class _SettingsDocument(Document):
             return
         context = detail.get("ctx", {})
         if loc == () and not context.get("at"):
-            return  # The rule about the two folders: `add_overlap` tells it.
+            return  # The rule about the two folders: `add_overlap` reports it.
         for other in context.pop("more", ()):
             self.add_refusal({**detail, "loc": loc, "ctx": other})
         loc = (*loc, *context.get("at", ()))
         while loc not in self.values:
             loc = loc[:-1]
         if detail["type"] == "too_short" and self.value(loc):
-            return  # Pydantic counts only the globs that are well; the file does hold some.
+            return  # Pydantic counts only valid globs; the file does have some.
         message = (
             transform_settings.problem_text(loc, detail)
             or context.get("message")
-            or _WANTED.get(detail["type"], detail["msg"])
+            or _PYDANTIC_TEXTS.get(detail["type"], detail["msg"])
         )
-        if message == _WANTED["literal_error"]:
-            message += f": there are {context['expected'].replace(' or ', ' and ')}"
-        if detail["type"] in _WANTED and self.value(loc) is None:
+        if message == _PYDANTIC_TEXTS["literal_error"]:
+            message += f": known are {context['expected'].replace(' or ', ' and ')}"
+        if detail["type"] in _PYDANTIC_TEXTS and self.value(loc) is None:
             message = "has no value"
         self.add(loc, self.values[loc], message, context.get("hint") or _example(loc))
 
     def add_overlap(self, file: Path) -> None:
-        """The rule about the two folders, which the models reach only when all else is well."""
+        """Check that the two folders are separate.
+
+        The models check it only once everything else is valid.
+        """
         anchored = _anchored({**self.data, "file": file})
         log, tables = (_folder_of(anchored.get(key)) for key in ("log", "tables"))
-        if log and tables and (said := _overlap(log, tables)):
-            self.add(("tables", "path"), self.values[("tables", "path")], said, _OVERLAP_HINT)
+        if log and tables and (problem := _overlap(log, tables)):
+            self.add(("tables", "path"), self.values[("tables", "path")], problem, _OVERLAP_HINT)

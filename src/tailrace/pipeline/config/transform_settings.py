@@ -1,7 +1,7 @@
-"""Transforms in a settings file: what is different there from rules that a program makes.
+"""Transforms in a settings file, where they differ from rules that a program makes.
 
-A file's numbers are kept as they are written until a rule takes them, so 10.50 is never a float. Places in the file
-are told without the kind of rule that the models put into them.
+Numbers keep the text of the file until a rule takes them, so 10.50 is never a float. Reported paths leave out the rule
+kind that the models insert.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tailrace.model.schema import TableId
 
 Loc = tuple[str | int, ...]
-OUTBOX_HINT = "Name it, for it is asked which types there are: `tables: [public.outbox]`; each has a rule of its own."
+OUTBOX_HINT = "Name one table per rule, e.g. `tables: [public.outbox]`: Tailrace reads from it which types exist."
 
 EXAMPLES = {
     "transforms": "`transforms:` and below it, indented, `rules:`, and `keys:` where rules need some",
@@ -33,7 +33,7 @@ EXAMPLES = {
 
 
 def unsupported_rules(transforms: Transforms) -> Iterator[tuple[str, str]]:
-    """What a pipeline cannot do, in words, and what to do instead."""
+    """Yield what a pipeline cannot do, with a hint for each."""
     for rule in transforms.rules:
         if isinstance(rule, Outbox) and (len(rule.tables) > 1 or not rule.exact_tables):
             yield f"has the rule `{rule.name}`, which does not name one table", OUTBOX_HINT
@@ -46,15 +46,15 @@ def unsupported_rules(transforms: Transforms) -> Iterator[tuple[str, str]]:
             continue
         if rule.when is not None and not rule.exact_tables:
             yield (
-                f"has the rule `{rule.name}`, which sends some rows of whichever tables have its columns elsewhere",
-                "Name the tables, for a pipeline must know which there will be: `tables: [public.orders]`.",
+                f"has the rule `{rule.name}`, which routes rows by `when` and does not name its tables",
+                "Name the tables, e.g. `tables: [public.orders]`: a pipeline must know its lake tables.",
             )
         if "{" not in rule.to and (len(rule.tables) > 1 or not rule.exact_tables):
-            yield f"has the rule `{rule.name}`, which would make one table of several", DISTINCT_TABLES_HINT
+            yield f"has the rule `{rule.name}`, which would put several tables into one", DISTINCT_TABLES_HINT
 
 
 def is_message_table(transforms: Transforms, table: TableId) -> bool:
-    """Whether the table is one that an outbox sends messages to."""
+    """Return whether an outbox sends messages to this table."""
     boxes = [rule for rule in transforms.rules if isinstance(rule, Outbox)]
     if not boxes:
         return False
@@ -64,36 +64,40 @@ def is_message_table(transforms: Transforms, table: TableId) -> bool:
 
 
 def refuse_modes(table: TableId, mode: str | None, soft_delete: bool | None) -> None:
-    """Refuse what a rule of `tables.rules` wants messages to be."""
+    """Refuse settings in `tables.rules` that message tables cannot have."""
     if soft_delete or mode not in (None, "mirror"):
         raise TableUnusable(
-            "messages are kept by their key, each as it came",
+            "message tables have no mode of their own",
             table=table,
-            hint="Leave `mode` and `soft_delete` out of the `tables.rules` that match the outbox's tables.",
+            hint="Remove `mode` and `soft_delete` from the `tables.rules` that match the outbox's tables: "
+            "messages are kept by their key, unchanged.",
         )
 
 
 def may_have_rows(transforms: Transforms, table: TableId, *, wanted: bool) -> bool:
-    """Whether rules leave rows in a table of this name. `wanted` says whether the source's own of this name is."""
+    """Return whether the rules leave rows in a table of this name.
+
+    `wanted` says whether the source's own table of this name is copied.
+    """
     from tailrace.transforms.output_tables import may_produce, output_tables
 
     return (wanted and table in output_tables(transforms.rules, table)) or may_produce(transforms.rules, table)
 
 
 def rule_with_dead_letters(transforms: Transforms) -> str | None:
-    """A rule that sets rows aside."""
+    """Return the name of a rule that rejects rows to dead letters."""
     return next((rule.name for rule in transforms.rules if rule.on_error == "dead-letter"), None)
 
 
-def with_plain_numbers(given: Any) -> Any:
-    """The same with numbers as numbers, exactly as they were written."""
-    if isinstance(given, dict):
-        return {key: with_plain_numbers(value) for key, value in given.items()}
-    if isinstance(given, list):
-        return [with_plain_numbers(value) for value in given]
-    text = getattr(given, "text", None)
+def with_plain_numbers(value: Any) -> Any:
+    """Return the value with numbers as numbers, exactly as written."""
+    if isinstance(value, dict):
+        return {key: with_plain_numbers(value) for key, value in value.items()}
+    if isinstance(value, list):
+        return [with_plain_numbers(value) for value in value]
+    text = getattr(value, "text", None)
     if not isinstance(text, str):
-        return given
+        return value
     try:
         return int(text.replace("_", ""), 10)
     except ValueError:
@@ -105,7 +109,7 @@ def with_plain_numbers(given: Any) -> Any:
 
 
 def with_key_paths(transforms: Any, folder: Path) -> Any:
-    """The same with the files of keys as the settings' folder knows them."""
+    """Return the transforms with key files relative to the settings' folder."""
     keys = transforms.get("keys") if isinstance(transforms, dict) else None
     if not isinstance(keys, dict):
         return transforms
@@ -120,18 +124,18 @@ def with_key_paths(transforms: Any, folder: Path) -> Any:
 
 
 def loc_in_file(loc: Loc) -> Loc:
-    """Where a value stands in the file."""
+    """Return the path of a value as the file has it."""
     tagged = loc[:2] == ("transforms", "rules") and len(loc) > 3 and loc[3] in RULE_TYPES
     return (*loc[:3], *loc[4:]) if tagged else loc
 
 
 def problem_text(loc: Loc, detail: ErrorDetails) -> str | None:
-    """What is wrong with a rule or a key; None: this is neither."""
+    """Return the problem of a rule or a key; None if the value is neither."""
     return declaration.error_text(detail) if loc[:1] == ("transforms",) else None
 
 
 def keys_of(loc: Loc, rule: Any) -> list[str] | None:
-    """The keys that a rule may have; None: this is no rule."""
+    """Return the keys that a rule may have; None if this is not a rule."""
     if loc[:2] != ("transforms", "rules") or len(loc) != 3 or not isinstance(rule, dict):
         return None
     kind = RULE_TYPES.get(str(rule.get("do") or "null") if "do" in rule else "")

@@ -1,6 +1,6 @@
-"""Those who read: each one chunk after the other, in a Spark task each.
+"""Reader threads of loads: each reads one chunk after another, each chunk in its own Spark task.
 
-There are as many as `load.connections` allows: that number is all the sessions that ever read rows at once.
+There are `load.connections` readers, so no more sessions than that ever read rows of the source at once.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from tailrace.tasks.load import load_chunk
 from tailrace.tasks.work import ChunkWork
 
 ChunkFailedCallback = Callable[[RunningLoad, Chunk, TailraceError, SharedSnapshot | None], None]
-"""Told of a chunk that is still to be read, why it was not, and the exported snapshot it was read in if it was."""
+"""Called with a failed chunk, its error, and its exported snapshot, if any."""
 
 
 class ChunkReaders:
-    """Reads the chunks of the loads under way."""
+    """Reads the chunks of the running loads."""
 
     def __init__(
         self,
         settings: LoadSettings,
         source: PostgresCapture,
         log: LogPath,
-        under_way: RunningLoads,
+        running_loads: RunningLoads,
         throttle: Throttle,
         *,
         run: RunTasks,
         failed: ChunkFailedCallback,
         stopping: threading.Event,
-        sets_aside: Callable[[TableId], bool],
+        dead_letters_enabled: Callable[[TableId], bool],
     ) -> None:
         self._settings = settings
         self._source = source
         self._log = log
-        self._under_way = under_way
+        self._running_loads = running_loads
         self._throttle = throttle
         self._run = run
         self._failed = failed
         self._stopping = stopping
-        self._sets_aside = sets_aside
+        self._dead_letters_enabled = dead_letters_enabled
 
     def run_reader(self, number: int) -> None:
-        """Read one chunk after the other, until told to stop. `number` counts the readers from 0."""
+        """Read one chunk after another until the process stops. `number` counts the readers from 0."""
         while not self._stopping.is_set():
-            if number >= self._throttle.allowed or (picked := self._under_way.next_chunk()) is None:
+            if number >= self._throttle.allowed or (next_chunk := self._running_loads.next_chunk()) is None:
                 self._stopping.wait(LOOK_SECONDS)
                 continue
-            self._read(*picked)
+            self._read(*next_chunk)
             if self._throttle.rest_seconds:
                 self._stopping.wait(self._throttle.rest_seconds)
 
@@ -88,10 +88,10 @@ class ChunkReaders:
             origin=load.origin,
             has_field_ids=load.managed.location.catalog is not None,
             file_bytes=load.managed.location.file_bytes,
-            dead_letters_enabled=self._sets_aside(load.managed.table),
+            dead_letters_enabled=self._dead_letters_enabled(load.managed.table),
         )
         outcome = run_task(self._run, load_chunk, work, load.managed)
-        with self._under_way.lock:
+        with self._running_loads.lock:
             progress = load.progress_files.pop(chunk.number)
             progress.unlink(missing_ok=True)
             if load.dropped:
@@ -104,7 +104,7 @@ class ChunkReaders:
             if outcome.staged is not None:
                 load.staged[chunk.number] = outcome.staged
                 load.tries = {}
-                if not load.managed.state.is_blocked:  # else that is what it stands still for
+                if not load.managed.state.is_blocked:  # a blocked table keeps the error that stopped it
                     load.managed.error = None
                 return
             load.unread_chunks.appendleft(chunk)
@@ -112,23 +112,24 @@ class ChunkReaders:
         self._failed(load, chunk, outcome.error, shared)
 
     def _await_barrier(self, load: RunningLoad, chunk: Chunk) -> Lsn | None:
-        """What a snapshot of a chunk's own must have reached; None if that is not known, and the chunk is put back.
+        """Return the position that a chunk's own snapshot must have reached.
 
-        Before the first one, wait for every transaction that is open now: the exported snapshot, or one of an earlier
-        process, may have seen a commit that waits for a synchronous standby, and no snapshot of now does.
+        Before the first such chunk, wait for every transaction that is open now. The exported snapshot, or one of an
+        earlier process, may have seen a commit that waits for a synchronous standby; a new snapshot would not see it.
+        None: the position is not known, and the chunk was put back.
         """
         at_least: Lsn | None = None
         failure: TailraceError | None = None
         try:
             with load.barrier_lock:
                 if load.barrier_position is None:
-                    noted = self._source.wait_for_writers(lambda: self._stopping.is_set() or load.dropped)
-                    load.barrier_position = None if noted is None else noted.ceiling
+                    barrier = self._source.wait_for_writers(lambda: self._stopping.is_set() or load.dropped)
+                    load.barrier_position = None if barrier is None else barrier.ceiling
                 at_least = load.barrier_position
         except TailraceError as error:
             failure = error
         if at_least is None:
-            with self._under_way.lock:
+            with self._running_loads.lock:
                 load.progress_files.pop(chunk.number)
                 load.unread_chunks.appendleft(chunk)
         if failure is not None:
@@ -137,32 +138,36 @@ class ChunkReaders:
 
 
 CHANGED_SECONDS = 10.0
-"""Between two looks at a table."""
+"""Seconds between two checks of a table."""
 
 
 class FileWatch:
-    """Asked again and again by one thread; never keeps it waiting."""
+    """Watches whether tables that are being loaded still have the files of their plans.
+
+    It checks in a thread of its own: the server makes the check wait while somebody holds a lock on the table. Neither
+    other loads nor load requests may wait with it. One thread calls `changed` again and again, and never waits.
+    """
 
     def __init__(self, source: PostgresCapture, spawn: Callable[[Callable[[], None]], object]) -> None:
         self._source = source
         self._spawn = spawn
-        self._looking = False
-        self._found: deque[RunningLoad] = deque()
+        self._checking = False
+        self._changed: deque[RunningLoad] = deque()
 
     def changed(self, loads: Sequence[RunningLoad]) -> list[RunningLoad]:
-        """The loads whose tables were seen to lie in other files; looks again at those of `loads` where that is due."""
+        """Return the loads whose tables were found in other files; start a check of those of `loads` that are due."""
         due = [load for load in loads if time.monotonic() >= load.files_checked_at + CHANGED_SECONDS]
-        if due and not self._looking:
-            self._looking = True
-            self._spawn(partial(self._look, due))
-        return [self._found.popleft() for _ in range(len(self._found))]
+        if due and not self._checking:
+            self._checking = True
+            self._spawn(partial(self._check, due))
+        return [self._changed.popleft() for _ in range(len(self._changed))]
 
-    def _look(self, loads: list[RunningLoad]) -> None:
+    def _check(self, loads: list[RunningLoad]) -> None:
         try:
             for load in loads:
                 load.files_checked_at = time.monotonic()
-                with suppress(TailraceError):  # a source that is gone is heard of by those who read
+                with suppress(TailraceError):  # the readers report a source that is gone
                     if not self._source.is_unchanged(load.record.plan):
-                        self._found.append(load)
+                        self._changed.append(load)
         finally:
-            self._looking = False
+            self._checking = False

@@ -1,7 +1,7 @@
-"""Keeps what loads made of the tables, by `tables.keep_seed`, for as long as a rebuild could start from it.
+"""Keep the table versions that loads committed, for later rebuilds, as `tables.keep_seed` says.
 
-Nothing here holds the log back, and nothing that goes wrong here stops a table: a seed that cannot be kept is missed
-only by a rebuild, and said in the log. One that the log no longer brings to its end is dropped.
+Nothing here holds back the log's retention, and no error here stops a table. A load that cannot be kept is only missing
+for a rebuild, and a warning says so. A kept load is dropped once the log lacks changes after it.
 """
 
 from __future__ import annotations
@@ -25,80 +25,96 @@ from tailrace.tables.staging import StagedFile
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 60.0
-"""Between two looks for seeds that are of no use any more."""
+"""Seconds between two searches for outdated kept loads."""
 
 
 class LoadKeeper:
-    """The seeds of one applying process, and of those before it."""
+    """Kept loads of one applying process and of earlier ones."""
 
-    def __init__(self, how: bool | Literal["copy"], layout: LakeLayout, lives: TableRegistry) -> None:
-        self._how, self._lives = how, lives
-        self._seeds = KeptLoadStore(layout.root, lives.log.log_id)
+    def __init__(self, mode: bool | Literal["copy"], layout: LakeLayout, registry: TableRegistry) -> None:
+        self._mode, self._registry = mode, registry
+        self._kept_loads = KeptLoadStore(layout.root, registry.log.log_id)
         self._due = 0.0
 
     @property
     def loads_in_use(self) -> set[str] | None:
-        """The loads that a rebuild may ask about: those that tables come from, and those of which something is kept.
-        None while a table does not say where it stands."""
-        lives = list(self._lives.tables.values())
-        if any(life.applied_position is None and life.error is not None for life in lives):
-            return None
-        cursors = [life.applied_position for life in lives] + [
-            seed.commit_record.applied_position for seed in self._seeds.all()
-        ]
-        return {cursor.load for cursor in cursors if cursor is not None and cursor.load is not None}
+        """Loads whose records a rebuild may need: those that tables come from, and the kept ones.
 
-    def keep(self, life: ManagedTable, load: str) -> None:
-        """Keep the version of the table that the load has landed as, if it has; may be repeated."""
-        if self._how is False:
+        None while the applied position of a table cannot be read.
+        """
+        registry = list(self._registry.tables.values())
+        if any(managed.applied_position is None and managed.error is not None for managed in registry):
+            return None
+        positions = [managed.applied_position for managed in registry] + [
+            kept.commit_record.applied_position for kept in self._kept_loads.all()
+        ]
+        return {position.load for position in positions if position is not None and position.load is not None}
+
+    def keep(self, managed: ManagedTable, load: str) -> None:
+        """Keep the table version that the load committed, if it did; may be repeated."""
+        if self._mode is False:
             return
         try:
-            landed = next((base for base in rebuild_bases(life.location) if base.loaded), None)
-            if landed is None or landed.commit_record.applied_position.load != load:
-                return  # nothing differed, so there was nothing to commit
-            staged = self._staged(life.location, load, landed.version)
+            base = next((base for base in rebuild_bases(managed.location) if base.loaded), None)
+            if base is None or base.commit_record.applied_position.load != load:
+                return  # no row differed, so the load made no commit
+            staged = self._staged_files(managed.location, load, base.version)
             if staged is None:
-                return  # only what differed was written; the seed of before is still one
-            made = self._seeds.keep_load(
-                life.location, landed.version, landed.commit_record, copies=self._how == "copy", staged=staged
+                return  # only differing rows were written; the earlier kept load stays usable
+            kept_load = self._kept_loads.keep_load(
+                managed.location, base.version, base.commit_record, copies=self._mode == "copy", staged=staged
             )
         except (TailraceError, DeltaError, OSError, ValueError, KeyError, pa.ArrowException) as error:
-            hint = "write `keep_seed: copy` where the disk knows no hard links, or `keep_seed: false`"
-            log.warning("no seed kept", extra={"table": str(life.table), "why": _reason(error), "hint": hint})
+            hint = "if the disk has no hard links, set `keep_seed: copy`; or set `keep_seed: false`"
+            log.warning(
+                "load not kept for rebuilds", extra={"table": str(managed.table), "why": _reason(error), "hint": hint}
+            )
             return
-        if made is None:
-            log.info("no seed kept", extra={"table": str(life.table), "why": "deletion vectors or column mapping"})
+        if kept_load is None:
+            log.info(
+                "load not kept for rebuilds",
+                extra={"table": str(managed.table), "why": "deletion vectors or column mapping"},
+            )
 
-    def _staged(self, place: TableLocation, load: str, version: int) -> list[StagedFile] | None:
-        """The files that an Iceberg table has from a load; None if they are not all that it has. A Delta table lists
-        its files by itself."""
-        if place.catalog is None:
+    def _staged_files(self, location: TableLocation, load: str, version: int) -> list[StagedFile] | None:
+        """Return the files that an Iceberg table has from a load; None if it has others too.
+
+        Empty for a Delta table, which lists its files itself.
+        """
+        if location.catalog is None:
             return []
-        chunks = self._lives.load_store.staged_chunks(load)
+        chunks = self._registry.load_store.staged_chunks(load)
         files = [file for number in sorted(chunks) for file in chunks[number].files]
-        said = place.catalog.metadata(place.path.absolute())
-        return files if said is not None and IcebergMetadata(place.path, said).is_load_of(version, files) else None
+        metadata = location.catalog.metadata(location.path.absolute())
+        return (
+            files
+            if metadata is not None and IcebergMetadata(location.path, metadata).is_load_of(version, files)
+            else None
+        )
 
     def run_if_due(self) -> None:
-        """Drop seeds that no rebuild can start from, now and then."""
+        """Drop kept loads that no rebuild can start from, every `LOOK_SECONDS`."""
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + LOOK_SECONDS
-        for seed in self._seeds.all():
-            if self._how is False or self._is_outdated(seed):
-                seed.drop()
-                log.info("seed dropped", extra={"table": str(seed.commit_record.schema.table)})
+        for kept in self._kept_loads.all():
+            if self._mode is False or self._is_outdated(kept):
+                kept.drop()
+                log.info("kept load dropped", extra={"table": str(kept.commit_record.schema.table)})
 
-    def _is_outdated(self, seed: KeptLoad) -> bool:
-        """Whether the log no longer holds all that came after it."""
-        cursor, shape, index = seed.commit_record.applied_position, seed.commit_record.schema, self._lives.index
+    def _is_outdated(self, kept: KeptLoad) -> bool:
+        """Return whether the log lacks changes after the kept load."""
+        applied, schema, index = kept.commit_record.applied_position, kept.commit_record.schema, self._registry.index
         try:
-            since = self._lives.complete_from(shape.table)
+            since = self._registry.complete_from(schema.table)
         except TailraceError:
             return False  # not known now
-        if since is not None and cursor.position < since:
+        if since is not None and applied.position < since:
             return True
-        return index.trimmed_after_position(self._lives.log_numbers_of(shape), cursor.seq, cursor.position) is not None
+        return (
+            index.trimmed_after_position(self._registry.log_numbers_of(schema), applied.seq, applied.position)
+            is not None
+        )
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,7 @@
-"""How a load ends: one commit of everything that was staged, at the position just before the replay."""
+"""Commit a load: all staged rows in one table commit, at the load point.
+
+The table's own commit decides: if it names the load, the load is committed, even if the worker died right after it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tailrace.deadletters.store import CAUSE, DeadLetterStore
-from tailrace.deadletters.store import DeadLetterOrigin as LettersOrigin
+from tailrace.deadletters.store import CAUSE, DeadLetterOrigin, DeadLetterStore
 from tailrace.errors import (
     ForeignWrite,
     FormChanged,
@@ -42,171 +44,191 @@ log = logging.getLogger(__name__)
 OpenedTable = DeltaRsTable | IcebergTable
 
 RunTasks = Callable[[Callable[[Any], Outcome], Sequence[Any]], list[Outcome]]
-"""Runs a task for each piece of work, on Spark."""
+"""Runs one Spark task per piece of work."""
 
 
-def run_task(run: RunTasks, task: Callable[[Any], Outcome], work: Any, life: ManagedTable) -> Outcome:
-    """One piece of work on a table; that its worker was killed is an outcome too, of which the table says the rest."""
+def run_task(run: RunTasks, task: Callable[[Any], Outcome], work: Any, managed: ManagedTable) -> Outcome:
+    """Run one piece of work on a table.
+
+    A killed worker is a failed outcome; whether it committed is then read from the table.
+    """
     try:
         return run(task, [work])[0]
     except Exception as error:
-        life.mark_outcome_unknown()
-        said = TableFailed(f"a task died: {type(error).__name__}", table=life.table, hint="It is tried again.")
-        return Outcome(table=life.table, error=said)
+        managed.mark_outcome_unknown()
+        failure = TableFailed(
+            f"a task died: {type(error).__name__}", table=managed.table, hint="Wait: it is tried again."
+        )
+        return Outcome(table=managed.table, error=failure)
 
 
-def find_load_point(lives: TableRegistry, seed: LoadRecord) -> Lsn:
-    """What the replay starts after: the exported snapshot's point, or just before the first transaction in the
-    log that the noted snapshot did not see."""
-    if seed.snapshot_position is not None:
-        return seed.snapshot_position
-    noted = seed.barrier
-    assert noted is not None, "one of the two"
-    index = lives.index
-    first, last = index.commit_at(noted.floor) + 1, min(index.commit_at(noted.ceiling) + 1, index.last_commit)
-    numbers = lives.log_numbers_of(seed.plan.schema)
-    starts = [noted.ceiling]
-    for batch in lives.log.read(first, last, tables=numbers) if numbers and first <= last else ():
+def find_load_point(registry: TableRegistry, record: LoadRecord) -> Lsn:
+    """Return the load point, after which the catch-up starts.
+
+    It is the exported snapshot's position, or the position just before the first transaction in the log that the
+    barrier's snapshot did not see.
+    """
+    if record.snapshot_position is not None:
+        return record.snapshot_position
+    barrier = record.barrier
+    assert barrier is not None, "a chunked load has a barrier"
+    index = registry.index
+    first, last = index.commit_at(barrier.floor) + 1, min(index.commit_at(barrier.ceiling) + 1, index.last_commit)
+    numbers = registry.log_numbers_of(record.plan.schema)
+    starts = [barrier.ceiling]
+    for batch in registry.log.read(first, last, tables=numbers) if numbers and first <= last else ():
         rows = pa.Table.from_batches([batch.with_all_columns()]).select([change.POSITION, change.TX])
         for pair in rows.group_by([change.POSITION, change.TX]).aggregate([]).to_pylist():
             at = Lsn.parse(pair[change.POSITION])
-            if at > noted.floor and not noted.sees(pair[change.TX]):
+            if at > barrier.floor and not barrier.sees(pair[change.TX]):
                 starts.append(Lsn(at.value - 1))
     return min(starts)
 
 
-def applied_position_after(lives: TableRegistry, load: RunningLoad, start: Lsn) -> AppliedPosition:
-    """Where the table stands once the load has landed; to be asked while nobody else is at work on it.
+def applied_position_after(registry: TableRegistry, load: RunningLoad, start: Lsn) -> AppliedPosition:
+    """Return the table's applied position after the load commit; only while no other work on the table runs.
 
-    What a load leaves as it is, because only a part was read, is no newer than the table: the log is gone through
-    from there.
+    Rows that a partial load leaves as they are, are no newer than the table. So the catch-up starts at the table's own
+    position if that is earlier.
     """
-    life, there = load.managed, replace(lives.applied_position_at(start), load=load.record.id)
-    if load.where is None or life.applied_position is None:
-        return there
-    if lives.needs_full_load(life):
+    managed, position = load.managed, replace(registry.applied_position_at(start), load=load.record.id)
+    if load.where is None or managed.applied_position is None:
+        return position
+    if registry.needs_full_load(managed):
         raise SourceRewritten(
-            "the table has to be loaded as a whole", table=life.table, hint="That is begun by itself."
+            "the table must be loaded as a whole", table=managed.table, hint="Wait: that load begins automatically."
         )
-    return replace(life.applied_position, load=load.record.id) if life.applied_position.position < start else there
+    return (
+        replace(managed.applied_position, load=load.record.id)
+        if managed.applied_position.position < start
+        else position
+    )
 
 
-def newest_row_position(lives: TableRegistry, load: RunningLoad, start: Lsn) -> Lsn:
-    """The newest that any row of the table may be once the load has landed."""
+def newest_row_position(registry: TableRegistry, load: RunningLoad, start: Lsn) -> Lsn:
+    """Return the newest position of any row in the table after the load commit."""
     seen = [start, *(staged.seen_until for staged in load.staged.values())]
-    life = load.managed
-    if load.where is not None and life.applied_position is not None:
-        # The rows that stay are as new as the table, or as what was read of it that the log has not passed.
+    managed = load.managed
+    if load.where is not None and managed.applied_position is not None:
+        # Rows that stay are as new as the table, or as an earlier read of them that the log has not passed yet.
         earlier = (
-            lives.load_store.ahead_until(life.applied_position.load, life.applied_position.position)
-            if life.applied_position.load
+            registry.load_store.ahead_until(managed.applied_position.load, managed.applied_position.position)
+            if managed.applied_position.load
             else None
         )
-        seen += [life.applied_position.position, earlier or start]
+        seen += [managed.applied_position.position, earlier or start]
     return max(seen)
 
 
-def finish_load(lives: TableRegistry, load: RunningLoad, cursor: AppliedPosition, run: RunTasks) -> AppliedPosition:
-    """Put what was staged into the table; returns where that stands now.
+def finish_load(
+    registry: TableRegistry, load: RunningLoad, position: AppliedPosition, run: RunTasks
+) -> AppliedPosition:
+    """Commit the staged rows of a load, and return the table's applied position.
 
-    A worker may die, or a disk fill up, just after the commit: what the table itself says is so.
+    A worker may die, or a disk fill up, just after the commit. The table's own commit then decides.
     """
     table = load.managed.location.open_for_reading()
-    now = load.managed.applied_position.load if load.managed.applied_position is not None else None
-    letters = DeadLetterStore(lives.log.path, load.managed.table)
-    refreshes, form = _refreshes(table, load), load.managed.location.spec
-    # What every change or version is kept of is added to, and still lacks what its letters hold.
-    adds = refreshes and form.needs_exact_load
-    whole, late = load.where is None and not adds, None
-    with suppress(TailraceError):  # of a table that cannot be told all is replaced, and its letters with it
-        late = table.replay_id()
-    letters.before_load(load.record.id, whole=whole, now=now, seq=cursor.seq, late=late)
-    if adds and load.managed.applied_position is not None:
-        letters.discard_after(load.managed.applied_position.seq)
-    if adds and form.mode is TableMode.HISTORY:
-        letters.supersede_by_load(load.record.id, load.record.plan.schema, cursor.seq)
-    _keep_letters(lives, load, letters, cursor)
+    current_load = load.managed.applied_position.load if load.managed.applied_position is not None else None
+    store = DeadLetterStore(registry.log.path, load.managed.table)
+    writes_difference, spec = _writes_difference(table, load), load.managed.location.spec
+    # A load only adds to a table that keeps every change or version; its open dead letters are still missing there.
+    adds_only = writes_difference and spec.needs_exact_load
+    whole, replay_id = load.where is None and not adds_only, None
+    with suppress(TailraceError):  # an unreadable table is replaced, and its dead letters with it
+        replay_id = table.replay_id()
+    store.before_load(load.record.id, whole=whole, now=current_load, seq=position.seq, replay_id=replay_id)
+    if adds_only and load.managed.applied_position is not None:
+        store.discard_after(load.managed.applied_position.seq)
+    if adds_only and spec.mode is TableMode.HISTORY:
+        store.supersede_by_load(load.record.id, load.record.plan.schema, position.seq)
+    _store_dead_letters(registry, load, store, position)
     try:
-        _commit(lives, load, cursor, run, refreshes=refreshes)
+        _commit(registry, load, position, run, writes_difference=writes_difference)
     except TailraceError as error:
         with suppress(TailraceError):
-            if (found := table.applied_position()) is not None and found.load == load.record.id:
-                return found
+            if (committed := table.applied_position()) is not None and committed.load == load.record.id:
+                return committed
         raise error
-    found = table.applied_position()
-    assert found is not None, "just landed"
-    return found
+    committed = table.applied_position()
+    assert committed is not None, "just committed"
+    return committed
 
 
-def _keep_letters(lives: TableRegistry, load: RunningLoad, letters: DeadLetterStore, cursor: AppliedPosition) -> None:
-    """Rows that the load could not bring are letters of the table once it has landed."""
-    rows = lives.load_store.dead_letters(load.record.id, [load.staged[number] for number in sorted(load.staged)])
+def _store_dead_letters(
+    registry: TableRegistry, load: RunningLoad, store: DeadLetterStore, position: AppliedPosition
+) -> None:
+    """Store the load's rejected rows as dead letters of the table; they count after the load commit."""
+    rows = registry.load_store.dead_letters(load.record.id, [load.staged[number] for number in sorted(load.staged)])
     if not rows:
         return
     count = sum(bundle.rows.num_rows for bundle in rows)
     refuse_too_many(load.record.plan.schema, count, rows[0].rows.column(CAUSE)[0].as_py())
-    letters.write_load_rejects(load.record.id, cursor.seq, rows, LettersOrigin(load.origin.seq, load.origin.position))
+    store.write_load_rejects(
+        load.record.id, position.seq, rows, DeadLetterOrigin(load.origin.seq, load.origin.position)
+    )
     log.warning(
-        "rows of a load set aside as dead letters",
+        "rows of a load became dead letters",
         extra={"table": str(load.managed.table), "letters": count, "see": "tailrace dead-letters FILE list"},
     )
 
 
-def _refreshes(table: OpenedTable, load: RunningLoad) -> bool:
-    """Whether a load is written as what differs, and not as all that the table holds; of a table that keeps the past
-    never instead of that, unless it has another shape or form, that could not be carried over, and a person has asked
-    for it."""
-    life, shape = load.managed, None
-    if load.mode is LoadMode.REFRESH or load.where or life.location.spec.keeps_past:
-        # One that was changed by others is not to be built on, and whoever asked was told that it is replaced.
+def _writes_difference(table: OpenedTable, load: RunningLoad) -> bool:
+    """Return whether the load commit writes only differing rows, instead of replacing all rows.
+
+    A table that keeps the past is only replaced if its schema or spec differs and could not be carried over, and a
+    person has requested the load.
+    """
+    managed, schema = load.managed, None
+    if load.mode is LoadMode.REFRESH or load.where or managed.location.spec.keeps_past:
+        # A table with foreign writes is no base for a difference, and the person who asked knows that it is replaced.
         with suppress(FormChanged, *([ForeignWrite, TableUnusable] if load.record.request is not None else [])):
-            shape = table.schema()
-    return shape is not None and shape.same_rows(load.record.plan.schema)
+            schema = table.schema()
+    return schema is not None and schema.same_rows(load.record.plan.schema)
 
 
 def _commit(
-    lives: TableRegistry, load: RunningLoad, cursor: AppliedPosition, run: RunTasks, *, refreshes: bool
+    registry: TableRegistry, load: RunningLoad, position: AppliedPosition, run: RunTasks, *, writes_difference: bool
 ) -> None:
-    life, plan = load.managed, load.record.plan
-    if refreshes:
+    managed, plan = load.managed, load.record.plan
+    if writes_difference:
         work = RefreshWork(
             schema=plan.schema,
-            location=life.location,
-            log=lives.log.path,
+            location=managed.location,
+            log=registry.log.path,
             load_id=load.record.id,
             is_partial=load.where is not None,
-            position_after=cursor,
+            position_after=position,
             origin=load.origin,
         )
-        outcome = run_task(run, refresh_table, work, life)
+        outcome = run_task(run, refresh_table, work, managed)
         if outcome.error is not None:
             raise outcome.error
         return
     if load.where is not None:
         raise Unsupported(
-            "a part of the table cannot be read again: the table is not there, or has another shape",
-            table=life.table,
-            hint="Run it without --where: the whole table is loaded.",
+            "the table cannot be reloaded in part: it does not exist, or has another schema",
+            table=managed.table,
+            hint="Run it without --where, to reload the whole table.",
         )
-    assert load.is_complete, "a load lands with all its chunks"
+    assert load.is_complete, "a load is committed with all its chunks"
     files = [file for number in sorted(load.staged) for file in load.staged[number].files]
-    commit_files(run, life, plan.schema, files, cursor, load.origin)
+    commit_files(run, managed, plan.schema, files, position, load.origin)
 
 
 def commit_files(
     run: RunTasks,
-    life: ManagedTable,
+    managed: ManagedTable,
     schema: TableSchema,
     files: Sequence[StagedFile],
-    cursor: AppliedPosition,
+    position: AppliedPosition,
     origin: LoadOrigin | None = None,
 ) -> None:
-    """Make staged files all that a table holds: here, or where Spark is if only that can commit."""
-    place = life.location
-    if place.catalog is None:
-        place.open().commit_load(schema, files, cursor, origin=origin)
+    """Replace a table's content with staged files: in this process, or in a Spark task for a table in a catalog."""
+    location = managed.location
+    if location.catalog is None:
+        location.open().commit_load(schema, files, position, origin=origin)
         return
-    work = CommitLoadWork(schema=schema, location=place, files=tuple(files), position_after=cursor, origin=origin)
-    outcome = run_task(run, commit_load, work, life)
+    work = CommitLoadWork(schema=schema, location=location, files=tuple(files), position_after=position, origin=origin)
+    outcome = run_task(run, commit_load, work, managed)
     if outcome.error is not None:
         raise outcome.error

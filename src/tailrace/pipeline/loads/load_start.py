@@ -1,7 +1,7 @@
-"""How a load begins: the table is found, known to be published, then cut, then a snapshot is made to compare with.
+"""Begin loads: find the table, check that it is published, plan its chunks, then take the snapshot, in that order.
 
-In that order. A table that is not published would miss what is written while it is read; one that is rewritten between
-cut and snapshot is told by its files.
+An unpublished table would miss what is written while it is read, so publication is checked first. A table that is
+rewritten between plan and snapshot has other files, so the plan is made first.
 """
 
 from __future__ import annotations
@@ -39,26 +39,29 @@ from tailrace.tasks.load_store import LoadMode, LoadRecord, LoadRequest
 log = logging.getLogger(__name__)
 
 PUBLISHED_SECONDS_MAX = 30.0
-"""A table that has just been made is published by the capturing process; only after this is it missed."""
+"""Seconds that the capture process has to publish a new table."""
 
 ALTERED_MAX = 20
-"""Times that a table was altered between its plan and the point that its replay starts at."""
+"""Limit of restarts because a table was altered between its plan and its load point."""
 
-_GONE_HINT = "Was it dropped or renamed? If it is made again it is loaded; else check `source.tables`."
+_GONE_HINT = (
+    "Check whether it was dropped or renamed. Create it again, and it is loaded automatically; or remove it from "
+    "`source.tables`."
+)
 
 WaitingTables = list[tuple[ManagedTable, LoadRequest | None]]
 PlannedLoads = list[tuple[ManagedTable, Plan, LoadRequest | None]]
 
 
 class LoadStarter:
-    """Begins loads, one lot after the other: it may have to wait for transactions that are open at the source."""
+    """Begins loads, one group after another; it may have to wait for open transactions of the source."""
 
     def __init__(
         self,
         settings: LoadSettings,
         source: PostgresCapture,
-        lives: TableRegistry,
-        holding: RetentionHolds,
+        registry: TableRegistry,
+        retention_holds: RetentionHolds,
         *,
         run: RunTasks,
         begun: Callable[[RunningLoad], None],
@@ -68,75 +71,80 @@ class LoadStarter:
         self._run = run
         self._settings = settings
         self._source = source
-        self._lives = lives
-        self._holding = holding
+        self._registry = registry
+        self._retention_holds = retention_holds
         self._begun = begun
         self._failed = failed
         self._stopping = stopping
-        self._known_since: dict[TableId, float] = {}
-        self._altered: dict[TableId, int] = {}
-        self._followed = 0
-        """How many tables the log had when all that there are were last followed."""
+        self._first_seen_at: dict[TableId, float] = {}
+        self._times_altered: dict[TableId, int] = {}
+        self._known_count = 0
+        """Number of tables in the log when tables were last discovered."""
         self.chunked_only: set[TableId] = set()
-        """Tables that could not be read in one snapshot."""
+        """Tables that could not be loaded in one snapshot."""
 
     @property
     def has_unseen_tables(self) -> bool:
-        """Whether the log has tables that only rows tell of, and that nobody may have looked at yet."""
-        return self._source.discovers_tables and self._followed < len(self._lives.log.schemas.latest())
+        """True if the log has tables, discovered by their rows, that are not managed yet."""
+        return self._source.discovers_tables and self._known_count < len(self._registry.log.schemas.latest())
 
     def discover_tables(self) -> None:
-        """See which tables the source has now: new ones are followed, failed ones tried again if a person wants it."""
-        wanted = self._lives.load_store.retry_requests()  # first: whoever asks for it has mended the source before
-        known = self._lives.log.schemas.latest() if self._source.discovers_tables else []
+        """Read which tables the source has: manage new ones, and retry failed ones that a person has asked for."""
+        retries = self._registry.load_store.retry_requests()  # first: the person mended the source before asking
+        known = self._registry.log.schemas.latest() if self._source.discovers_tables else []
         self._source.learn_tables(version.schema for version in known)
         try:
-            there = {table.table: table for table in self._source.tables()}
+            source_tables = {table.table: table for table in self._source.tables()}
         except TailraceError:
-            return  # whoever needs the source says so
-        self._follow(there)
-        self._followed = len(known)  # only now: whoever hears that nothing is behind finds all of them
-        self._retry(wanted, there)
+            return  # the readers report a source that is gone
+        self._update_tables(source_tables)
+        self._known_count = len(known)  # last: all tables are managed before `has_unseen_tables` says so
+        self._retry(retries, source_tables)
 
-    def _follow(self, there: dict[TableId, SourceTable]) -> None:
-        """Tables may have been made, or renamed into what the settings name, since we last looked."""
-        for life in list(self._lives.tables.values()):
-            if life.table not in there and life.state is TableState.NEW:
-                life.missing_at_source = True
-                life.fail(SourceTableMissing("the table is not there", table=life.table, hint=_GONE_HINT))
-            elif life.missing_at_source and life.table in there and life.state is TableState.FAILED:
-                life.missing_at_source, life.state, life.error, life.failures = False, TableState.NEW, None, 0
-        for table, source in there.items():
-            if (known := self._lives.tables.get(table)) is not None:
+    def _update_tables(self, source_tables: dict[TableId, SourceTable]) -> None:
+        """Add tables that were created or renamed since, and fail new ones that are gone."""
+        for managed in list(self._registry.tables.values()):
+            if managed.table not in source_tables and managed.state is TableState.NEW:
+                managed.missing_at_source = True
+                managed.fail(SourceTableMissing("the source has no such table", table=managed.table, hint=_GONE_HINT))
+            elif managed.missing_at_source and managed.table in source_tables and managed.state is TableState.FAILED:
+                managed.missing_at_source, managed.state, managed.error, managed.failures = (
+                    False,
+                    TableState.NEW,
+                    None,
+                    0,
+                )
+        for table, source in source_tables.items():
+            if (known := self._registry.tables.get(table)) is not None:
                 known.update_from_source(source)
             else:
                 log.info("table found", extra={"table": str(table)})
-                self._lives.add(table, source, self._settings.mode_of(table))
+                self._registry.add(table, source, self._settings.mode_of(table))
 
-    def _retry(self, wanted: Iterable[TableId], there: dict[TableId, SourceTable]) -> None:
-        for table in wanted:
-            life = self._lives.tables.get(table)
-            if life is not None and life.state is TableState.FAILED and table in there:
+    def _retry(self, retries: Iterable[TableId], source_tables: dict[TableId, SourceTable]) -> None:
+        for table in retries:
+            managed = self._registry.tables.get(table)
+            if managed is not None and managed.state is TableState.FAILED and table in source_tables:
                 log.info("table tried again", extra={"table": str(table)})
-                self._lives.restart_table(life, there[table])
-            self._lives.load_store.clear_retry(table)
+                self._registry.restart_table(managed, source_tables[table])
+            self._registry.load_store.clear_retry(table)
 
     def start_loads(self, waiting: WaitingTables) -> None:
-        """Begin a load of each; what cannot be begun has failed."""
+        """Begin a load of each table; a load that cannot begin fails its table."""
         planned: PlannedLoads = []
-        for life, wish in self._published_only(waiting):
-            if wish is not None and wish.where is not None and self._lives.needs_full_load(life):
-                wish = replace(wish, where=None)  # a part would not do
-            mode = self._settings.mode_of(life.table)
-            if wish is None and life.applied_position is None and mode in ("schema_only", "never"):
-                self._make_empty(life, mode)
-            elif life.location.spec.holds_messages and life.applied_position is None and not life.load_only:
-                # What the log has of it may be gone at the source: that comes first, and then what is there.
-                if wish is None:
-                    self._lives.load_store.add_request(LoadRequest(table=life.table, mode=LoadMode.REFRESH))
-                self._make_empty(life, "never")
-            elif (plan := self._plan(life, wish)) is not None:
-                planned.append((life, plan, wish))
+        for managed, request in self._published_only(waiting):
+            if request is not None and request.where is not None and self._registry.needs_full_load(managed):
+                request = replace(request, where=None)  # the table needs a full load
+            mode = self._settings.mode_of(managed.table)
+            if request is None and managed.applied_position is None and mode in ("schema_only", "never"):
+                self._make_empty(managed, mode)
+            elif managed.location.spec.holds_messages and managed.applied_position is None and not managed.load_only:
+                # The log may have rows that the source has deleted since. Apply the log first, then load what exists.
+                if request is None:
+                    self._registry.load_store.add_request(LoadRequest(table=managed.table, mode=LoadMode.REFRESH))
+                self._make_empty(managed, "never")
+            elif (plan := self._plan(managed, request)) is not None:
+                planned.append((managed, plan, request))
         chunked = [item for item in planned if item[1].schema.key and self._wants_chunked(item[0])]
         exact = [item for item in planned if item not in chunked]
         for some, begin in ((exact, self._begin_exact), (chunked, self._begin_chunked)):
@@ -144,208 +152,221 @@ class LoadStarter:
                 try:
                     begin(some)
                 except TailraceError as error:
-                    for life, _, _ in some:
-                        self._failed(life, error)
+                    for managed, _, _ in some:
+                        self._failed(managed, error)
 
-    def _wants_chunked(self, life: ManagedTable) -> bool:
-        if self._settings.way == "exact" or life.location.spec.needs_exact_load:
+    def _wants_chunked(self, managed: ManagedTable) -> bool:
+        if self._settings.way == "exact" or managed.location.spec.needs_exact_load:
             return False
-        return self._settings.way == "chunked" or self._settings.standby is not None or life.table in self.chunked_only
+        return (
+            self._settings.way == "chunked" or self._settings.standby is not None or managed.table in self.chunked_only
+        )
 
-    def _plan(self, life: ManagedTable, wish: LoadRequest | None) -> Plan | None:
-        """Cut the table; before the snapshot is made, so that a rewrite in between is noticed."""
+    def _plan(self, managed: ManagedTable, request: LoadRequest | None) -> Plan | None:
+        """Plan the chunks before the snapshot, so that a rewrite in between is noticed."""
         cut = (
             ChunkKind.PLACE
-            if self._settings.way == "exact" or life.location.spec.needs_exact_load
+            if self._settings.way == "exact" or managed.location.spec.needs_exact_load
             else ChunkKind.EITHER
         )
-        if self._wants_chunked(life):
+        if self._wants_chunked(managed):
             cut = ChunkKind.KEY
         try:
-            _refuse_meeting(life, self._lives)
-            life.location.open_for_reading().refuse_foreign(life.table)
-            plan = self._source.plan(life.table, cut, self._settings.chunk)
+            _refuse_overlap(managed, self._registry)
+            managed.location.open_for_reading().refuse_foreign(managed.table)
+            plan = self._source.plan(managed.table, cut, self._settings.chunk)
             if not plan.schema.columns:
-                self._refuse_unpublished(life.table)
-            if wish is not None and not plan.schema.key and (wish.where or wish.mode is LoadMode.REFRESH):
+                self._refuse_unpublished(managed.table)
+            if request is not None and not plan.schema.key and (request.where or request.mode is LoadMode.REFRESH):
                 raise Unsupported(
                     "a table without a key can only be replaced as a whole",
-                    table=life.table,
+                    table=managed.table,
                     hint="Leave out --where and --mode refresh, or give the table a primary key.",
                 )
-            self._refuse_form(life, plan.schema, wish)
+            self._refuse_spec(managed, plan.schema, request)
             return plan
         except TailraceError as error:
-            self._failed(life, error)
+            self._failed(managed, error)
             return None
 
     def _refuse_unpublished(self, table: TableId) -> None:
-        """Refuse a table that has columns and publishes none: it was made anew since it was looked at."""
+        """Refuse a table that has columns but publishes none: it was created again since it was checked."""
         now = self._source.describe([table], unpublished=True)
         if table in now and now[table].columns:
             raise _unpublished(table, self._source.settings.publication)
 
-    def _refuse_form(self, life: ManagedTable, schema: TableSchema, wish: LoadRequest | None) -> None:
-        """Refuse what the table's form cannot be made of, and what would take away a past that it keeps."""
-        form = life.location.spec
-        form.stored_schema(schema)
-        if wish is not None and wish.where is not None:
-            form.refuse_partial_load(life.table)
-        elif form.keeps_past:
-            plan_carry_over(self._lives, life, schema, asked=wish is not None)
+    def _refuse_spec(self, managed: ManagedTable, schema: TableSchema, request: LoadRequest | None) -> None:
+        """Refuse an unstorable schema, and a load that would remove the past the table keeps."""
+        spec = managed.location.spec
+        spec.stored_schema(schema)
+        if request is not None and request.where is not None:
+            spec.refuse_partial_load(managed.table)
+        elif spec.keeps_past:
+            plan_carry_over(self._registry, managed, schema, asked=request is not None)
 
     def _begin_exact(self, planned: PlannedLoads) -> None:
-        self._show_waiting(planned, "exact")
-        for life, _, _ in planned:
-            if life.location.spec.needs_exact_load:
-                with life.lock:  # what is under way ends before the snapshot's point
-                    life.apply_suspended = life.applied_position is not None
+        self._publish_waiting(planned, "exact")
+        for managed, _, _ in planned:
+            if managed.location.spec.needs_exact_load:
+                with managed.lock:  # a running apply ends before the snapshot's position
+                    managed.apply_suspended = managed.applied_position is not None
         snapshot = self._source.snapshot().__enter__()
-        shared = SharedSnapshot(snapshot, users=1)  # ourselves, until all have begun
+        shared = SharedSnapshot(snapshot, users=1)  # this method, until all loads have begun
         begun: list[RunningLoad] = []
         try:
-            self._lives.refresh_index()
-            for life, plan, wish in self._as_planned(planned):
-                seed = LoadRecord(plan=plan, snapshot_position=snapshot.position, request=wish, spec=life.location.spec)
-                self._record(life, seed)
+            self._registry.refresh_index()
+            for managed, plan, request in self._unaltered(planned):
+                record = LoadRecord(
+                    plan=plan, snapshot_position=snapshot.position, request=request, spec=managed.location.spec
+                )
+                self._record(managed, record)
                 shared.acquire()
                 begun.append(
                     RunningLoad(
-                        managed=life, record=seed, unread_chunks=deque(plan.chunks), staged={}, shared_snapshot=shared
+                        managed=managed,
+                        record=record,
+                        unread_chunks=deque(plan.chunks),
+                        staged={},
+                        shared_snapshot=shared,
                     )
                 )
                 self._begun(begun[-1])
         finally:
             shared.release()
-            if self._stopping.is_set():  # whoever lets go of snapshots may have done so before these had begun
+            if self._stopping.is_set():  # the scheduler may have released its snapshots before
                 for load in begun:
                     load.release_snapshot()
-        self._holding.publish(now=True)
+        self._retention_holds.publish(now=True)
 
     def _begin_chunked(self, planned: PlannedLoads) -> None:
-        self._show_waiting(planned, "chunked")
-        # What comes while we wait is after the floor, and the floor is not known yet: hold from where the log is.
-        self._lives.refresh_index()
-        for life, _, _ in planned:
-            life.load_floor = self._lives.applied_position_at(self._lives.index.position)
-        self._holding.publish(now=True)
-        noted = self._source.wait_for_writers(self._stopping.is_set)
-        if noted is None:  # told to stop
+        self._publish_waiting(planned, "chunked")
+        # Changes during the wait are after the load's floor, which is not known yet. So hold from the log's end.
+        self._registry.refresh_index()
+        for managed, _, _ in planned:
+            managed.load_floor = self._registry.applied_position_at(self._registry.index.position)
+        self._retention_holds.publish(now=True)
+        barrier = self._source.wait_for_writers(self._stopping.is_set)
+        if barrier is None:  # the process stops
             return
-        for life, plan, wish in self._as_planned(planned):
-            seed = LoadRecord(plan=plan, snapshot_position=None, barrier=noted, request=wish, spec=life.location.spec)
-            self._record(life, seed)
+        for managed, plan, request in self._unaltered(planned):
+            record = LoadRecord(
+                plan=plan, snapshot_position=None, barrier=barrier, request=request, spec=managed.location.spec
+            )
+            self._record(managed, record)
             self._begun(
                 RunningLoad(
-                    managed=life,
-                    record=seed,
+                    managed=managed,
+                    record=record,
                     unread_chunks=deque(plan.chunks),
                     staged={},
                     shared_snapshot=None,
-                    barrier_position=noted.ceiling,
+                    barrier_position=barrier.ceiling,
                 )
             )
 
-    def _as_planned(self, planned: PlannedLoads) -> PlannedLoads:
-        """Those that were not altered until the point the replay starts at; what was written to the others since is not
-        replayed, so they begin again."""
-        now = self._source.describe(life.table for life, _, _ in planned)
-        found: PlannedLoads = []
-        for life, plan, wish in planned:
-            if life.table in now and same_version(plan.schema, now[life.table]):
-                self._altered.pop(life.table, None)
-                found.append((life, plan, wish))
+    def _unaltered(self, planned: PlannedLoads) -> PlannedLoads:
+        """Return the loads whose tables were not altered up to the load point.
+
+        The others begin again, because what was written to them since is not in the catch-up.
+        """
+        current = self._source.describe(managed.table for managed, _, _ in planned)
+        unaltered: PlannedLoads = []
+        for managed, plan, request in planned:
+            if managed.table in current and same_version(plan.schema, current[managed.table]):
+                self._times_altered.pop(managed.table, None)
+                unaltered.append((managed, plan, request))
                 continue
-            life.load_floor, life.load_status, life.apply_suspended = None, None, False
-            self._altered[life.table] = self._altered.get(life.table, 0) + 1
-            log.info("load begins again: the table was altered", extra={"table": str(life.table)})
-            if self._altered[life.table] >= ALTERED_MAX:
-                del self._altered[life.table]
+            managed.load_floor, managed.load_status, managed.apply_suspended = None, None, False
+            self._times_altered[managed.table] = self._times_altered.get(managed.table, 0) + 1
+            log.info("load begins again: the table was altered", extra={"table": str(managed.table)})
+            if self._times_altered[managed.table] >= ALTERED_MAX:
+                del self._times_altered[managed.table]
                 self._failed(
-                    life,
+                    managed,
                     TableFailed(
                         "the table is altered again and again while its load begins",
-                        table=life.table,
-                        hint="Load it when nobody alters it or its partitions: `tailrace snapshot FILE TABLE`.",
+                        table=managed.table,
+                        hint="Load it at a time without DDL on it or its partitions: `tailrace snapshot FILE TABLE`.",
                     ),
                 )
-        return found
+        return unaltered
 
-    def _record(self, life: ManagedTable, seed: LoadRecord) -> None:
-        life.load_floor = self._lives.applied_position_at(seed.log_needed_after)
-        self._lives.load_store.begin(seed)
+    def _record(self, managed: ManagedTable, record: LoadRecord) -> None:
+        managed.load_floor = self._registry.applied_position_at(record.log_needed_after)
+        self._registry.load_store.begin(record)
         failpoints.hit("load.planned")
         log.info(
-            "load begun", extra={"table": str(life.table), "chunks": len(seed.plan.chunks), "cut": seed.plan.cut.value}
+            "load begun",
+            extra={"table": str(managed.table), "chunks": len(record.plan.chunks), "cut": record.plan.cut.value},
         )
 
-    def _make_empty(self, life: ManagedTable, mode: str) -> None:
-        """A table that is never loaded begins empty: now, or where the log begins."""
+    def _make_empty(self, managed: ManagedTable, mode: str) -> None:
+        """Begin a table without a load: empty, at the log's end or where the log has it completely."""
         try:
-            _refuse_meeting(life, self._lives)
-            plan = self._source.plan(life.table, ChunkKind.PLACE, self._settings.chunk)
-            self._lives.refresh_index()
-            since = self._lives.complete_from(life.table)
-            here = self._lives.applied_position_at(max(self._lives.index.position, since or ZERO))
-            begin = (
-                self._lives.applied_position_at(since)
+            _refuse_overlap(managed, self._registry)
+            plan = self._source.plan(managed.table, ChunkKind.PLACE, self._settings.chunk)
+            self._registry.refresh_index()
+            since = self._registry.complete_from(managed.table)
+            end = self._registry.applied_position_at(max(self._registry.index.position, since or ZERO))
+            start = (
+                self._registry.applied_position_at(since)
                 if since is not None
                 else AppliedPosition(seq=0, commit=0, position=ZERO)
             )
-            cursor = begin if mode == "never" else here
+            position = start if mode == "never" else end
             schema = plan.schema
-            if life.location.spec.holds_messages:
-                cursor = self._lives.skip_trimmed(schema, cursor)
-                schema = self._lives.schema_after(schema, cursor)
-            # By this name it is on record where rows of it were read that changes build on.
-            cursor = replace(cursor, load=(load := uuid.uuid4().hex[:12]))
-            self._lives.load_store.record_ahead_range(load, cursor.position)
-            letters = DeadLetterStore(self._lives.log.path, life.table)
-            if letters.has_any:  # of a lake table that was elsewhere, or is no more
-                letters.before_load(load, whole=True, now=None, seq=cursor.seq)
-            commit_files(self._run, life, schema, (), cursor)
+            if managed.location.spec.holds_messages:
+                position = self._registry.skip_trimmed(schema, position)
+                schema = self._registry.schema_after(schema, position)
+            # Records of refetched rows need a load id.
+            position = replace(position, load=(load := uuid.uuid4().hex[:12]))
+            self._registry.load_store.record_ahead_range(load, position.position)
+            store = DeadLetterStore(self._registry.log.path, managed.table)
+            if store.has_any:  # of an earlier lake table, in another folder or deleted
+                store.before_load(load, whole=True, now=None, seq=position.seq)
+            commit_files(self._run, managed, schema, (), position)
         except TailraceError as error:
-            self._failed(life, error)
+            self._failed(managed, error)
             return
-        life.state = TableState.CATCHING_UP
-        life.record_commit(cursor, schema)
+        managed.state = TableState.CATCHING_UP
+        managed.record_commit(position, schema)
 
     def _published_only(self, waiting: WaitingTables) -> WaitingTables:
-        """Those that are published."""
+        """Return the tables that are published; fail the others once they had time enough."""
         try:
             published = self._source.publications_by_table()
         except TailraceError as error:
-            for life, _ in waiting:
-                self._failed(life, error)
+            for managed, _ in waiting:
+                self._failed(managed, error)
             return []
         settings = self._source.settings
-        fed: WaitingTables = []
-        for life, wish in waiting:
-            own = settings.publication_create and life.insert_only
-            wanted = settings.publication_inserts if own else settings.publication
-            since = self._known_since.setdefault(life.table, time.monotonic())
-            if wanted in published.get(life.table, set()):
-                fed.append((life, wish))
+        published_tables: WaitingTables = []
+        for managed, request in waiting:
+            inserts_only = settings.publication_create and managed.insert_only
+            publication = settings.publication_inserts if inserts_only else settings.publication
+            since = self._first_seen_at.setdefault(managed.table, time.monotonic())
+            if publication in published.get(managed.table, set()):
+                published_tables.append((managed, request))
             elif time.monotonic() > since + PUBLISHED_SECONDS_MAX or not settings.publication_create:
-                self._failed(life, _unpublished(life.table, wanted))
-        return fed
+                self._failed(managed, _unpublished(managed.table, publication))
+        return published_tables
 
-    def _show_waiting(self, planned: PlannedLoads, way: str) -> None:
-        for life, plan, wish in planned:
-            life.load_status = LoadStatus(
+    def _publish_waiting(self, planned: PlannedLoads, way: str) -> None:
+        for managed, plan, request in planned:
+            managed.load_status = LoadStatus(
                 stage="waiting",
                 way=way,
-                mode=wish.mode.value if wish else LoadMode.REPLACE.value,
+                mode=request.mode.value if request else LoadMode.REPLACE.value,
                 chunks=len(plan.chunks),
                 bytes_total=plan.bytes,
             )
 
 
-def _refuse_meeting(life: ManagedTable, lives: TableRegistry) -> None:
-    """Refuse to make a table where another one is, or is to be."""
-    for other in list(lives.tables.values()) if life.applied_position is None else ():
-        if other is not life and overlap(other.location.path, life.location.path):
-            raise folder_taken(life.location.path, other.table, life.table)
+def _refuse_overlap(managed: ManagedTable, registry: TableRegistry) -> None:
+    """Refuse a location that overlaps with another table's."""
+    for other in list(registry.tables.values()) if managed.applied_position is None else ():
+        if other is not managed and overlap(other.location.path, managed.location.path):
+            raise folder_taken(managed.location.path, other.table, managed.table)
 
 
 def _unpublished(table: TableId, publication: str) -> TableUnpublished:
@@ -353,34 +374,34 @@ def _unpublished(table: TableId, publication: str) -> TableUnpublished:
         "the source does not publish the table's changes yet",
         table=table,
         publication=publication,
-        hint="Start `tailrace capture` or `tailrace run` again; with `publication: {create: false}`, add the "
-        "table to your publication.",
+        hint="Restart `tailrace capture` or `tailrace run`. With `publication: {create: false}`, add the table to your "
+        "publication.",
     )
 
 
 WAITING_SECONDS = 5.0
-"""Before the first look at whose they are, and between two."""
+"""Seconds before the first look at open transactions, and between two looks."""
 
 
 class OpenTransactionWatch:
-    """Asked again and again while loads may be waiting; looks at the source only where that takes a while."""
+    """Watches which open transactions of the source new loads wait for; queries the source only if that takes long."""
 
     def __init__(self, source: PostgresCapture) -> None:
         self._source = source
         self._due: float | None = None
-        self._said: str | None = None
+        self._description: str | None = None
 
     def describe(self, waiting: bool) -> str | None:
-        """How many transactions are waited for and whose the oldest is, as far as that is known."""
+        """Return how many transactions loads wait for, and whose the oldest is; None: not known."""
         now = time.monotonic()
         if not waiting:
-            self._due = self._said = None
+            self._due = self._description = None
         elif self._due is None:
             self._due = now + WAITING_SECONDS
         elif now >= self._due:
-            first, self._due = self._said is None, now + WAITING_SECONDS
-            with suppress(TailraceError):  # a source that is gone is heard of by those who read
-                self._said = self._source.open_transactions()
-            if first and self._said:
-                log.warning("load waits for open transactions", extra={"what": self._said})
-        return self._said
+            first, self._due = self._description is None, now + WAITING_SECONDS
+            with suppress(TailraceError):  # the readers report a source that is gone
+                self._description = self._source.open_transactions()
+            if first and self._description:
+                log.warning("load waits for open transactions", extra={"what": self._description})
+        return self._description

@@ -1,4 +1,4 @@
-"""A load under way: its record, what is left to read, what is in, and how that looks from outside."""
+"""A running load: its record, its unread and staged chunks, and its progress."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tailrace.tasks.load_store import LoadHold, LoadMode, LoadRecord, StagedChun
 
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 15.0
 LOOK_SECONDS = 0.3
-"""Between two looks at what there is to do."""
+"""Seconds between two looks for work."""
 
 
 @dataclass
 class SharedSnapshot:
-    """An exported snapshot that is open, and the loads that read in it."""
+    """An open exported snapshot, and the number of loads that read in it."""
 
     snapshot: ExactSnapshot
     opened_at: float = field(default_factory=time.monotonic)
@@ -34,12 +34,12 @@ class SharedSnapshot:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def acquire(self) -> None:
-        """One load more."""
+        """Add one user."""
         with self.lock:
             self.users += 1
 
     def release(self) -> None:
-        """One load less; the last one closes it."""
+        """Remove one user; the last one closes the snapshot."""
         with self.lock:
             self.users -= 1
             if self.users == 0:
@@ -48,7 +48,7 @@ class SharedSnapshot:
 
 @dataclass
 class RunningLoad:
-    """One load under way."""
+    """One running load."""
 
     managed: ManagedTable
     record: LoadRecord
@@ -60,23 +60,23 @@ class RunningLoad:
     tries: dict[int, int] = field(default_factory=dict)
     not_before: float = 0.0
     files_checked_at: float = field(default_factory=time.monotonic)
-    """When it was last seen that the table is what the plan was made for."""
+    """Time when the table's files were last checked against the plan."""
     committing: bool = False
     dropped: bool = False
     rows_at_start: int = 0
-    """When it began in this process; the rate counts from here."""
+    """Rows staged before the load began in this process; the rate counts from here."""
     state_before: TableState = TableState.NEW
-    """What the table goes back to if the load comes to nothing,"""
+    """State that the table returns to if the load fails."""
     error_before: TailraceError | None = None
-    """and what it stood still for, if it did."""
+    """Error of the table before the load, if it was blocked."""
     barrier_position: Lsn | None = None
-    """What a snapshot of a chunk's own must have reached, once that is known: see `Reading._barred`."""
+    """Position that a chunk's own snapshot must have reached, once known (see `ChunkReaders._await_barrier`)."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     barrier_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every chunk of the plan is in."""
+        """True if every chunk of the plan is staged."""
         return len(self.staged) == len(self.record.plan.chunks)
 
     @property
@@ -89,7 +89,7 @@ class RunningLoad:
 
     @property
     def origin(self) -> LoadOrigin:
-        """What rows that it reads say of where they come from, where the table's form asks for that."""
+        """Values of the metadata columns for the rows that the load reads."""
         here = self.managed.load_floor
         return LoadOrigin(
             seq=here.seq if here else 0,
@@ -98,26 +98,26 @@ class RunningLoad:
         )
 
     def release_snapshot(self) -> None:
-        with self.lock:  # once, whoever comes first
+        with self.lock:  # only the first caller releases it
             shared, self.shared_snapshot = self.shared_snapshot, None
         if shared is not None:
             shared.release()
 
     def status(self, *, held: bool, backing_off: bool) -> LoadStatus:
-        """How it stands. What is left is told at the pace of what was read in this process."""
-        staged, notes = list(self.staged.values()), list(self.progress_files.values())
-        rows = sum(chunk.rows for chunk in staged) + sum(map(_noted_rows, notes))
+        """Return the load's progress; the time left is estimated from the rate in this process."""
+        staged, progress_files = list(self.staged.values()), list(self.progress_files.values())
+        rows = sum(chunk.rows for chunk in staged) + sum(map(_progress_rows, progress_files))
         fresh, seconds = rows - self.rows_at_start, time.monotonic() - self.began_at
         rate = fresh / seconds if seconds else 0.0
         read = sum(chunk.bytes for chunk in self.record.plan.chunks if chunk.number in self.staged)
         total = max(self.record.plan.bytes, 1)
-        # By rows where the source knows how many there are.
+        # By rows if the source has an estimate, else by bytes.
         expected = self.managed.rows_estimated or 0
-        left = (expected - rows) / rate if rate > 0 and expected > rows else None
-        if left is None and read and fresh and rate > 0:
-            left = (total - read) / read * seconds
-        barred = self.shared_snapshot is None and self.barrier_position is None and bool(notes)
-        stage = "paused" if held else "landing" if self.is_complete else "waiting" if barred else "reading"
+        seconds_left = (expected - rows) / rate if rate > 0 and expected > rows else None
+        if seconds_left is None and read and fresh and rate > 0:
+            seconds_left = (total - read) / read * seconds
+        awaits_barrier = self.shared_snapshot is None and self.barrier_position is None and bool(progress_files)
+        stage = "paused" if held else "landing" if self.is_complete else "waiting" if awaits_barrier else "reading"
         return LoadStatus(
             stage=stage,
             way=self._way,
@@ -129,12 +129,12 @@ class RunningLoad:
             bytes_total=self.record.plan.bytes,
             seconds=round(seconds, 1),
             rows_per_second=round(rate, 1),
-            seconds_left=None if left is None or held else round(left, 1),
+            seconds_left=None if seconds_left is None or held else round(seconds_left, 1),
             backing_off=backing_off,
         )
 
     def result(self) -> LoadResult:
-        """What it came to, now that it has landed. The rate is that of what was read in this process."""
+        """Return the result of the committed load; the rate counts only rows read in this process."""
         rows, seconds = sum(staged.rows for staged in self.staged.values()), time.monotonic() - self.began_at
         return LoadResult(
             landed_at=time.time(),
@@ -148,7 +148,7 @@ class RunningLoad:
 
     @property
     def _way(self) -> str:
-        """`exact` if all of it is, or was, read in the exported snapshot."""
+        """`exact` if all chunks are read in the exported snapshot, else `chunked`."""
         exact = self.is_complete and all(
             staged.seen_until == self.record.snapshot_position for staged in self.staged.values()
         )
@@ -156,19 +156,19 @@ class RunningLoad:
 
 
 class RunningLoads:
-    """The loads under way, shared by those who look and those who read."""
+    """The running loads, shared by the scheduler and the chunk readers."""
 
-    def __init__(self, scratch: Path, held: dict[TableId, LoadHold]) -> None:
+    def __init__(self, scratch: Path, holds: dict[TableId, LoadHold]) -> None:
         self.lock = threading.Lock()
-        """For the dictionary, and for what is left to read of each."""
+        """Lock of the dictionary, and of the unread chunks of each load."""
         self.loads: dict[TableId, RunningLoad] = {}
-        self.holds = held
-        """What a person has decided, as it was last looked at."""
+        self.holds = holds
+        """Holds of persons, as last read."""
         self._scratch = scratch
         self._turn = 0
 
     def next_chunk(self) -> tuple[RunningLoad, Chunk] | None:
-        """A chunk to read, the tables taking turns."""
+        """Return a chunk to read, with the tables taking turns."""
         with self.lock:
             now = time.monotonic()
             ready = [
@@ -185,37 +185,37 @@ class RunningLoads:
             return load, chunk
 
     def drop(self, load: RunningLoad) -> bool:
-        """Take a load out for good, so that the table is as it was; False if that was done already."""
-        life = load.managed
+        """Remove a load and restore the table's state; return False if that was done already."""
+        managed = load.managed
         with self.lock:
             if load.dropped:
                 return False
             load.dropped = True
-            del self.loads[life.table]
-            life.load_floor = life.load_status = None
-            if life.state is TableState.SEEDING:
-                life.restore_state(load.state_before, load.error_before)
+            del self.loads[managed.table]
+            managed.load_floor = managed.load_status = None
+            if managed.state is TableState.SEEDING:
+                managed.restore_state(load.state_before, load.error_before)
             return True
 
     def publish_status(self, load: RunningLoad, status: LoadStatus) -> None:
-        """Say how a load stands, unless it is over."""
+        """Publish a load's progress, unless the load has ended."""
         with self.lock:
             if self.loads.get(load.managed.table) is load:
                 load.managed.load_status = status
 
 
-def _noted_rows(note: Path) -> int:
+def _progress_rows(progress_file: Path) -> int:
     try:
-        return int(json.loads(note.read_bytes())["rows"])
+        return int(json.loads(progress_file.read_bytes())["rows"])
     except (OSError, ValueError, KeyError):
         return 0
 
 
 def table_changed_error(table: TableId) -> SourceRewritten:
-    """What a load is told whose table is not what its plan was made for."""
+    """Return the error of a load whose table no longer matches its plan."""
     return SourceRewritten("the table was changed while it was read", table=table)
 
 
 def retry_pause(tries: int) -> float:
-    """How long to wait after so many failures."""
+    """Return the seconds to wait after this many failures."""
     return float(min(RETRY_SECONDS * 2 ** min(tries, 10), RETRY_SECONDS_MAX))

@@ -1,8 +1,8 @@
-"""How many chunks may be read at once, so that a load never makes the source slow for others.
+"""Limit concurrent chunk reads, so that a load does not slow down the source.
 
-A tiny question is asked of the source now and then. While it is answered about as fast as at best, the load may use
-its whole budget; when answers take several times as long, the budget is halved, and below one connection the load
-rests between chunks. It comes back one by one.
+A small query probes the source every second. While answers are about as fast as the best one, a load may use its whole
+budget of connections. When answers take several times as long, the number is halved. At one connection, the load rests
+between chunks instead. The number grows back one by one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ PROBE_SECONDS = 1.0
 PROBES = 5
 SLOW_FACTOR = 8.0
 SLOW_SECONDS_MIN = 0.05
-"""However fast the best answer was, one within this is no sign of trouble."""
+"""Answers within this time never count as slow."""
 REST_SECONDS_MAX = 30.0
 
 
 class Throttle:
-    """Says how many may read, and how long to rest before the next chunk. Any thread may ask."""
+    """Number of readers allowed, and the rest between chunks; safe for any thread."""
 
     def __init__(self, budget: int, probe: Callable[[], object] | None) -> None:
         self._budget = budget
@@ -37,7 +37,7 @@ class Throttle:
         return self.allowed < self._budget or self.rest_seconds > 0
 
     def probe(self) -> None:
-        """Ask the question, and settle how much is allowed from here on."""
+        """Send the probe, and adjust the limits by the time that its answer took."""
         if self._probe is None:
             return
         began = time.monotonic()
@@ -45,7 +45,7 @@ class Throttle:
         self.record_answer(time.monotonic() - began)
 
     def record_answer(self, seconds: float) -> None:
-        """An answer took so long."""
+        """Adjust the limits by the time that an answer took."""
         with self._lock:
             self._best = min(self._best, seconds)
             self._recent = [*self._recent, seconds][-PROBES:]

@@ -1,1 +1,1 @@
-"""Which versions of the lake tables belong together."""
+"""Consistent points: versions of lake tables that belong together."""

@@ -1,8 +1,8 @@
-"""Which version each table has at one commit of the log: what the ledger is told.
+"""Build a consistent point: the version of each lake table at one commit of the log.
 
-A version is told only of a table that holds every change up to the commit and none after it; so whoever reads these
-versions sees each transaction whole, or not at all. Any other table is left out, and it is said why: it holds back
-nobody else.
+A table is in the point only if it has every change up to the commit and none after it. So a reader of these versions
+sees each transaction whole or not at all. Every other table is listed as missing, with the reason, and does not hold
+back the rest.
 """
 
 from __future__ import annotations
@@ -10,41 +10,41 @@ from __future__ import annotations
 from tailrace.errors import TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline.points.ledger import Absence, ConsistentPoint
+from tailrace.pipeline.points.ledger import FOLDER_GONE, Absence, ConsistentPoint
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.tables.managed_table import ManagedTable
 from tailrace.pipeline.tables.registry import TableRegistry
 
-_STANDS_STILL = {
+_REASONS = {
     TableState.NEW: "it is not loaded yet",
     TableState.SEEDING: "it is being loaded",
     TableState.LOADED: "it was loaded once, and its changes are not applied",
     TableState.PAUSED: "it is paused",
-    TableState.REFRESHING: "it is loaded anew",
+    TableState.REFRESHING: "it is being reloaded",
 }
 
 
-def build_point(lives: TableRegistry, commit: int) -> ConsistentPoint | None:
-    """The version of every table that is at the commit; None if none is.
+def build_point(registry: TableRegistry, commit: int) -> ConsistentPoint | None:
+    """Return the version of every table that is at the commit; None if no table is.
 
-    For whoever applies, between two micro-batches: what others do beside them keeps a table out, and nothing worse.
+    Called by the applying process between two micro-batches. Concurrent work on a table only keeps it out of the point.
     """
-    position = lives.index.end_of(commit)
+    position = registry.index.end_of(commit)
     versions, missing, identities = dict[TableId, int](), dict[TableId, Absence](), dict[TableId, str]()
-    times = [lives.index.committed_until(commit)]
-    for life in list(lives.tables.values()):
-        found = _version(lives, life, commit, position)
-        if isinstance(found, int):
-            versions[life.table] = found
-            times.append(life.loaded_at)
-            if life.lake_table_id is not None:
-                identities[life.table] = life.lake_table_id
-        elif not life.missing_at_source:
-            missing[life.table] = Absence(state=life.state.value, why=found)
+    times = [registry.index.committed_until(commit)]
+    for managed in list(registry.tables.values()):
+        version = _version(registry, managed, commit, position)
+        if isinstance(version, int):
+            versions[managed.table] = version
+            times.append(managed.loaded_at)
+            if managed.lake_table_id is not None:
+                identities[managed.table] = managed.lake_table_id
+        elif not managed.missing_at_source:
+            missing[managed.table] = Absence(state=managed.state.value, why=version)
     if not versions:
         return None
-    # What was loaded may be younger than all that the log has, so what the source's clock showed then counts as well.
-    committed_at = max((known for known in times if known is not None), default=0)
+    # Loaded rows may be newer than everything in the log, so the source's time of each load counts too.
+    committed_at = max((time for time in times if time is not None), default=0)
     return ConsistentPoint(
         commit=commit,
         position=position,
@@ -55,40 +55,40 @@ def build_point(lives: TableRegistry, commit: int) -> ConsistentPoint | None:
     )
 
 
-def _version(lives: TableRegistry, life: ManagedTable, commit: int, position: Lsn) -> int | str:
-    """The table's version at the commit, or why it has none there."""
-    if not life.state.is_applying:
-        return life.error.code if life.error is not None else _STANDS_STILL.get(life.state, "it goes no further")
-    if life.apply_suspended:
-        return "it waits for a load of it that is under way"
-    if not life.lock.acquire(blocking=False):
-        return "it was being worked on"
+def _version(registry: TableRegistry, managed: ManagedTable, commit: int, position: Lsn) -> int | str:
+    """Return the table's version at the commit, or the reason why it has none."""
+    if not managed.state.is_applying:
+        return managed.error.code if managed.error is not None else _REASONS.get(managed.state, "it is stopped")
+    if managed.apply_suspended:
+        return "it waits for its running load"
+    if not managed.lock.acquire(blocking=False):
+        return "it was busy"
     try:
-        return _held_version(lives, life, commit, position)
+        return _locked_version(registry, managed, commit, position)
     except TailraceError as error:
         return error.code
     finally:
-        life.lock.release()
+        managed.lock.release()
 
 
-def _held_version(lives: TableRegistry, life: ManagedTable, commit: int, position: Lsn) -> int | str:
-    if life.applied_position is None:
+def _locked_version(registry: TableRegistry, managed: ManagedTable, commit: int, position: Lsn) -> int | str:
+    if managed.applied_position is None:
         return "it is not loaded yet"
-    if life.outcome_unknown_until:
-        return "a task that was at work on it broke off"
-    if life.catch_up_load is not None:
-        return "it was just loaded, and not all that changed meanwhile is applied"
-    if life.ahead_of_position:
-        return "a row of it was read again, and not all that changed meanwhile is applied"
-    if life.applied_position.position > position:
+    if managed.outcome_unknown_until:
+        return "the outcome of its last task is not known"
+    if managed.catch_up_load is not None:
+        return "it was just loaded, and its catch-up has not ended"
+    if managed.ahead_of_position:
+        return "one of its rows was refetched, and the log has not passed that read"
+    if managed.applied_position.position > position:
         return "it was ahead of the others"
-    if lives.has_gap(life) or lives.pending(life, commit):
-        return "it was behind the others" if life.error is None else life.error.code
-    if life.lake_version is None:
-        table = life.location.open_for_reading()
+    if registry.has_gap(managed) or registry.pending(managed, commit):
+        return "it was behind the others" if managed.error is None else managed.error.code
+    if managed.lake_version is None:
+        table = managed.location.open_for_reading()
         version = table.version()
-        table.applied_position()  # refuses what others have written, up to that version
-        life.lake_version = version
-    if life.lake_table_id is None:
-        life.lake_table_id = life.location.open_for_reading().identity()
-    return "its folder is gone" if life.lake_version is None else life.lake_version
+        table.applied_position()  # refuses foreign writes up to that version
+        managed.lake_version = version
+    if managed.lake_table_id is None:
+        managed.lake_table_id = managed.location.open_for_reading().identity()
+    return FOLDER_GONE if managed.lake_version is None else managed.lake_version

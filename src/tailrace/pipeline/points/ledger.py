@@ -1,12 +1,12 @@
-"""Which versions of the lake tables belong together: after every micro-batch, the version of each at one commit.
+"""Ledger of consistent points: after every micro-batch, the version of each lake table at one commit.
 
-    <log>/ledger/<commit>-<time>.jsonl   points, oldest first; the first of a file is whole, the others say what differs
+    <log>/ledger/<commit>-<time>.jsonl   points, oldest first; the first in a file is complete, the others are deltas
 
-A point names the tables that hold all changes up to the commit, and none after it; of any other it says why that is
-missing. A version is told with the identity of the table that it is of: a table's folder that is removed and made anew
-counts from the beginning, and what its numbers meant before they no longer mean. Times never go back from point to
-point, whatever the source's clock does: what is in one is in all after it. What is lost with a crash is a point and
-never a row: each line has a checksum, and one that is torn ends its file.
+A point lists the tables that have all changes up to the commit and none after it. For every other table it has the
+reason why that is missing. Each version is stored with the identity of its lake table: a table whose folder was removed
+counts its versions from the beginning, and old numbers then mean nothing. Times never go back from point to point,
+whatever the source's clock does: what is in one point is in all later ones. A crash can lose a point but never a row:
+each line has a checksum, and a torn line ends its file.
 """
 
 from __future__ import annotations
@@ -29,42 +29,53 @@ from tailrace.storage.files import LogPath
 
 FOLDER = "ledger"
 POINTS_MAX = 1000
-"""In one file."""
+"""Points in one file."""
 NEAR_POINTS = 30
-"""So far back is looked for a point that a table is not missing from which is usually there."""
+"""Points before the requested one that are searched for one with fewer tables temporarily missing."""
 KEPT_SECONDS = 30 * 86_400.0
-"""Points older than this go: the files of tables that old are usually gone as well."""
+"""Age at which files of points are removed; the table versions they name are usually gone by then."""
+
+
+TABLE_RECREATED, FOLDER_GONE = "the table was recreated since", "its folder is gone"
+"""Stored values of `Absence.why`: ledgers hold them, so they do not change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Absence:
-    """Why a table is missing from a point."""
+    """The reason why a table is missing from a point."""
 
     state: str
-    """Of the table, as `TableState` has it,"""
+    """State of the table: a value of `TableState`."""
     why: str
-    """and a few words, or the code of its error."""
+    """Reason in a few words, or the code of the table's error."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if the version is gone, because the table was recreated or its folder removed."""
+        return self.why in (TABLE_RECREATED, FOLDER_GONE)
 
     @property
     def is_temporary(self) -> bool:
-        """Whether the table goes on, and will be with the others again by itself."""
+        """True if the table still applies, so that later points will have it again."""
         return self.state in (TableState.LIVE.value, TableState.CATCHING_UP.value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConsistentPoint:
-    """The version of every table that is at one commit of the log."""
+    """The versions of the lake tables that belong together at one commit of the log."""
 
     commit: int
     position: Lsn
     committed_at: int
-    """When the source committed the newest of all transactions that are in it, in microseconds since 1970; 0: nothing
-    tells, and it is noted with the time of the one before it."""
+    """Source commit time of the newest transaction in the point, in µs since 1970.
+
+    0: not known; such a point is recorded with the time of the point before it.
+    """
     versions: Mapping[TableId, int]
     missing: Mapping[TableId, Absence] = field(default_factory=dict)
-    """The tables that have none there."""
+    """Tables without a version at this point."""
     lake_table_ids: Mapping[TableId, str] = field(default_factory=dict)
-    """Which table each version is of; points noted before that was asked do not say."""
+    """Identity of the lake table of each version; absent in points recorded by older releases."""
 
     @property
     def time(self) -> datetime:
@@ -72,7 +83,7 @@ class ConsistentPoint:
 
 
 class Ledger:
-    """The points of one log. One writes, any number read."""
+    """The consistent points of one log; one process writes, any number read."""
 
     def __init__(self, log: LogPath) -> None:
         self._folder = log / FOLDER
@@ -83,37 +94,39 @@ class Ledger:
 
     @property
     def last(self) -> ConsistentPoint | None:
-        """The point that was last noted, by us."""
+        """Last point that this process recorded."""
         return self._last
 
     def record(self, point: ConsistentPoint) -> None:
-        """Add a point, if it says anything new. Whoever cannot write it goes on without."""
+        """Add a point if it differs from the last one. A failure to write is ignored."""
         file, before = self._file, self._last
-        if file is not None and before is not None and _says_the_same(point, before):
+        if file is not None and before is not None and _is_same(point, before):
             return
         if file is None or self._count >= POINTS_MAX:
             file, before, self._count = self._folder / f"{point.commit:020d}-{time.time_ns():020d}.jsonl", None, 0
-        self._file = None  # after a line that was not written, or not whole, comes another file
+        self._file = None  # after a line that was torn or not written, another file begins
         with suppress(OSError, TailraceError):
-            # Our own clock may be another than the source's, so it counts only where nothing of that is known.
-            self._newest = max(self._noted_upto(), point.committed_at) or time.time_ns() // 1000
+            # Our own clock may differ from the source's, so it counts only if no source time is known.
+            self._newest = max(self._newest_time(), point.committed_at) or time.time_ns() // 1000
             point = replace(point, committed_at=self._newest)
             if not self._count:
                 files.make_folder(self._folder)
-                self._sweep()
+                self._remove_old()
             files.append(file, _line(point, before))
             self._file, self._last, self._count = file, point, self._count + 1
 
     def points(self) -> Iterator[ConsistentPoint]:
-        """All of them, oldest first."""
+        """Yield all points, oldest first."""
         for path in self._files():
             yield from _read(path)
 
     def at(self, *, position: Lsn | None = None, committed_at: int | None = None) -> ConsistentPoint:
-        """The last point at or before a position or a time; without either, the last of all. If tables are missing from
-        it only in passing, one of those shortly before that lacks fewer."""
+        """Return the last point at or before a position or a time; without either, the last of all.
+
+        If tables are temporarily missing from it, return one shortly before that lacks fewer.
+        """
         begun = {path: point for path in self._files() if (point := next(_read(path), None)) is not None}
-        names, first = list(begun), list(_rising(begun.values()))
+        names, first = list(begun), list(_with_rising_times(begun.values()))
 
         def is_after(point: ConsistentPoint) -> bool:
             too_far = position is not None and point.position > position
@@ -121,29 +134,29 @@ class Ledger:
 
         near: list[ConsistentPoint] = []
         for place in reversed(range(bisect.bisect_left(first, True, key=is_after))):
-            points = _rising(_read(names[place]), first[place].committed_at)
+            points = _with_rising_times(_read(names[place]), first[place].committed_at)
             near += reversed([point for point in points if not is_after(point)])
             if len(near) >= NEAR_POINTS:
                 break
         if near:
             last = near[0]
             wanted = last.versions.keys() | {table for table, absence in last.missing.items() if absence.is_temporary}
-            # What a point before lacks counts whatever the reason was then. Of several, the newest.
+            # A table missing from an earlier point counts whatever the reason was. Among equals the newest wins.
             return min(near[:NEAR_POINTS], key=lambda point: len(wanted & point.missing.keys()))
         if not first:
             raise ConfigError(
-                "no point across the tables has been noted yet",
-                hint="One is noted whenever `tailrace run` or `tailrace apply` has brought tables to one commit.",
+                "the log has no consistent point yet",
+                hint="Run `tailrace run` or `tailrace apply`, and wait until the tables have reached one commit.",
             )
         raise ConfigError(
-            "the first point that is known is later",
+            "the first consistent point is later",
             time=first[0].time.isoformat(),
             position=first[0].position,
             hint="Points are kept for 30 days. Ask for a later time or position.",
         )
 
-    def _noted_upto(self) -> int:
-        """The time of the last point that was noted, also by a process before us; 0 if there is none."""
+    def _newest_time(self) -> int:
+        """Return the time of the last recorded point, also by an earlier process; 0 without any."""
         if self._newest is None:
             last = next((points for path in reversed(self._files()) if (points := list(_read(path)))), [])
             self._newest = max((point.committed_at for point in last), default=0)
@@ -152,24 +165,24 @@ class Ledger:
     def _files(self) -> list[LogPath]:
         return sorted(self._folder.glob("*.jsonl"))
 
-    def _sweep(self) -> None:
+    def _remove_old(self) -> None:
         for path in self._files():
             if files.modified_at(path) < time.time() - KEPT_SECONDS:
                 path.unlink()
 
 
-def _rising(points: Iterable[ConsistentPoint], newest: int = 0) -> Iterator[ConsistentPoint]:
-    """The points with times that do not go back: such as were noted before that was seen to may do so."""
+def _with_rising_times(points: Iterable[ConsistentPoint], newest: int = 0) -> Iterator[ConsistentPoint]:
+    """Yield the points with times that never go back; in points of older releases they may."""
     for point in points:
         newest = max(newest, point.committed_at)
         yield replace(point, committed_at=newest)
 
 
-def _says_the_same(point: ConsistentPoint, before: ConsistentPoint) -> bool:
-    return _all_of(point) == _all_of(before)
+def _is_same(point: ConsistentPoint, before: ConsistentPoint) -> bool:
+    return _content(point) == _content(before)
 
 
-def _all_of(point: ConsistentPoint) -> tuple[object, ...]:
+def _content(point: ConsistentPoint) -> tuple[object, ...]:
     return dict(point.versions), dict(point.missing), dict(point.lake_table_ids)
 
 
@@ -219,7 +232,7 @@ def _read(path: LogPath) -> Iterator[ConsistentPoint]:
             for schema, name in stored["gone"]:
                 versions.pop(TableId(schema, name), None)
                 identities.pop(TableId(schema, name), None)
-            # Points noted before tables could be missing from one say nothing of such.
+            # Points of older releases have no list of missing tables.
             for schema, name, state, why in stored.get("missing", []):
                 missing[TableId(schema, name)] = Absence(state=state, why=why)
             for schema, name in stored.get("found", []):

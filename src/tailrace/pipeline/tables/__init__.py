@@ -1,1 +1,1 @@
-"""The tables of a pipeline: the state of each, and whether it can resume."""
+"""Managed tables: the state of each, and whether it can resume."""

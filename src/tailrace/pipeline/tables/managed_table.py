@@ -1,4 +1,4 @@
-"""One table of a pipeline: its state, its applied position, and whether it can resume."""
+"""One managed table: its state, its applied position, and whether it can resume from its own commit."""
 
 from __future__ import annotations
 
@@ -23,206 +23,213 @@ from tailrace.tables.schema_errors import IDENTITY_HINT, RELOAD_HINT
 log = logging.getLogger(__name__)
 
 RETRIES_MAX = 7
-"""Of a table whose failure may pass by itself, before it counts as failed."""
+"""Retries after temporary errors before a table counts as failed."""
 
 
 OUTCOME_UNKNOWN_SECONDS = 30.0
-"""After a job of Spark's has broken off, until none of its tasks can be at work any more: Spark ends them, and does not
-wait for that."""
+"""Seconds after a broken Spark job until none of its tasks can still run: Spark kills them, but does not wait."""
 
 
 @dataclass
 class ManagedTable:
-    """One table: where it stands, and why it stands still if it does."""
+    """One table in a pipeline: its state, its applied position, and its error if it has one."""
 
     table: TableId
     location: TableLocation
     state: TableState = TableState.NEW
     applied_position: AppliedPosition | None = None
     load_floor: AppliedPosition | None = None
-    """Where the load that is under way will stand at the earliest; what the log has after it must be kept."""
+    """Earliest position at which the running load can commit; the log must keep everything after it."""
     load_status: LoadStatus | None = None
-    """How that load stands."""
+    """Progress of the running load."""
     last_load: LoadResult | None = None
     loaded_at: int | None = None
-    """The source's time when all of that had been read, in µs since 1970; None: not known."""
+    """Source time when the last load had read everything, in µs since 1970; None: not known."""
     catch_up_load: str | None = None
-    """The load whose chunks the log has not passed yet: until then rows may be newer than the position says."""
+    """Load whose catch-up has not ended; until then rows may be newer than the applied position."""
     repairing: bool = False
-    """Whether a row was read again that changes build on, and the log has not passed that yet: the same holds then."""
+    """True if a row was refetched and the log has not passed that read; rows may be newer than the applied position."""
     apply_suspended: bool = False
-    """Whether it goes no further, because a load is under way that must find it where its own snapshot is."""
+    """True while an exact reload runs: it must find the table at the position of its own snapshot."""
     missing_at_source: bool = False
-    """Whether the source does not have it any more, and it was never loaded."""
+    """True if the source no longer has the table, and it was never loaded."""
     load_only: bool = False
-    """Whether its changes are not applied: it is loaded, and that is all."""
+    """True if the table is only loaded, and its changes are not applied."""
     may_refetch: bool = False
-    """Whether rows may be missing that changes build on, because none were ever loaded."""
+    """True if base rows of changes may be missing, because the table was never loaded."""
     schema: TableSchema | None = None
     pending_schema: PendingSchema | None = None
-    """What the catalogue showed last, until the table is that."""
+    """Schema last read from the catalogue, until the table has it."""
     reload_reason: str | None = None
-    """Why the table must be loaded anew although the log has all that it lacks."""
+    """Reason for a reload that is needed although the log has everything the table lacks."""
     error: TailraceError | None = None
-    """What it fails at or waits for. Others look without the lock, and one that has failed always says why: so this is
-    set before that state, and cleared after it."""
+    """Error that stopped the table, or that it waits to recover from.
+
+    Other threads read it without the lock, and a failed table always has one. So it is set before that state, and
+    cleared after it.
+    """
     failures: int = 0
     failed_at: float = 0.0
-    """Of the monotonic clock."""
+    """Time of the last failure, by the monotonic clock."""
     not_before: float = 0.0
-    """When what it waits for is tried again, by the same clock; 0: it waits for nothing."""
+    """Time of the next try, by the monotonic clock; 0: the table does not wait."""
     rows_estimated: int | None = None
     rows_loaded: int = 0
     note: str | None = None
     reload_error: str | None = None
-    """Why a load of a table that goes on came to nothing, until one lands."""
+    """Reason why the last reload of a live table failed; cleared by the next load commit."""
     lake_version: int | None = None
-    """The lake table's own number of the version that has this cursor; None: it was not asked for yet."""
+    """Version of the lake table at the applied position; None: not read yet."""
     lake_table_id: str | None = None
-    """Which lake table that version is of; None as well."""
+    """Identity of the lake table that has that version; None: not read yet."""
     outcome_unknown_until: float = 0.0
-    """Until when a task may still commit that nobody hears of, because its job broke off, by the monotonic clock; from
-    then on it is the table itself that says where it stands. 0: there is none."""
+    """Monotonic time until which a task of a broken job may still commit; 0: no such task.
+
+    After that time, the table itself says what was applied.
+    """
     commits_since_compaction: int = 0
-    """Commits since its files were last looked after."""
+    """Table commits since the last upkeep."""
     bytes_changed: int = 0
+    """Bytes of changes applied since this process began."""
     bytes_written: int = 0
-    """Since this process began: of changes applied, and of the files that this, new shapes and joining files took."""
+    """Bytes of files written since this process began: by applying, recasting and compacting."""
     insert_only: bool = False
-    """Whether only inserts and truncates of it are published, for want of a replica identity."""
+    """True if the source publishes only inserts and truncates, for lack of a replica identity."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    """Held by whoever is applying to the table, or takes it out of those that go on."""
+    """Lock of the thread that applies to the table, or that suspends it."""
 
     @property
     def ahead_of_position(self) -> bool:
-        """Whether rows may be newer than the position says."""
+        """True if rows may be newer than the applied position."""
         return self.catch_up_load is not None or self.repairing
 
     def update_from_source(self, source: SourceTable) -> None:
-        """What the source says of it now."""
+        """Take over what the source says about the table now."""
         self.note, self.insert_only = source.identity_note, source.identity is Identity.NONE
 
-    def fail(self, error: TailraceError, *, told: bool = True) -> None:
-        """Stop the table, unless the failure may pass by itself and has not come too often."""
+    def fail(self, error: TailraceError, *, logged: bool = True) -> None:
+        """Record a failure; stop the table unless the error is temporary and retries are left."""
         self.error = error
         self.failures += 1
         self.failed_at = time.monotonic()
-        passing = error.remedy is Remedy.RETRY
-        if not passing or self.failures > RETRIES_MAX:
+        temporary = error.remedy is Remedy.RETRY
+        if not temporary or self.failures > RETRIES_MAX:
             self.state = TableState.FAILED
-            self.error = error  # whoever found it whole a moment ago may have cleared it
-            if told:
+            self.error = error  # again: a thread that saw the table succeed may have cleared it meanwhile
+            if logged:
                 log.error("table failed", extra={"table": str(self.table), "code": error.code, "reason": error.message})
-        elif told:
+        elif logged:
             log.warning("table tried again", extra={"table": str(self.table), "code": error.code})
 
     def restore_state(self, state: TableState, error: TailraceError | None) -> None:
-        """Be what it was before a load that came to nothing; what it stood still for then it stands still for again."""
+        """Return to the state before a load that failed; a blocked table gets its earlier error back."""
         if state.is_blocked:
             self.error = error
         self.state = state
 
     def defer(self, error: TailraceError, seconds: float) -> None:
-        """What it needs cannot be had now, however often that is; the table is left alone for a while."""
+        """Wait some seconds because something the table needs is unavailable; does not count as a failure."""
         if self.error is None or self.error.code != error.code:
             log.warning("table waits", extra={"table": str(self.table), "code": error.code, "reason": error.message})
         self.error, self.not_before = error, time.monotonic() + seconds
 
     def mark_outcome_unknown(self) -> None:
-        """A task was at work on the table, and how far it came is not known: its worker was killed, say."""
+        """Record that a task may have committed, for example because its worker was killed."""
         self.outcome_unknown_until, self.lake_version = time.monotonic() + OUTCOME_UNKNOWN_SECONDS, None
 
     def mark_needs_snapshot(self) -> None:
-        """What it must be loaded anew for stands; a person decides when."""
+        """Require a reload that only a person starts; the reason stays."""
         self.state = TableState.NEEDS_SNAPSHOT
         self.error = SchemaChanged(
-            "the table must be loaded anew", table=self.table, why=self.reload_reason, hint=RELOAD_HINT
+            "the table must be reloaded", table=self.table, why=self.reload_reason, hint=RELOAD_HINT
         )
 
-    def record_commit(self, cursor: AppliedPosition, shape: TableSchema, version: int | None = None) -> None:
-        """The table's own commit now says this."""
+    def record_commit(self, position: AppliedPosition, schema: TableSchema, version: int | None = None) -> None:
+        """Record a table commit at this position, and clear earlier failures."""
         self.error, self.failures, self.reload_reason, self.not_before = None, 0, None, 0.0
-        self.set_applied_position(cursor, shape, version)
+        self.set_applied_position(position, schema, version)
 
-    def set_applied_position(self, cursor: AppliedPosition, shape: TableSchema, version: int | None = None) -> None:
-        """Where the table is; whether it goes on from there is another matter."""
-        self.applied_position, self.lake_version, self.outcome_unknown_until = cursor, version, 0.0
-        if version is None:  # it may have been made anew
+    def set_applied_position(self, position: AppliedPosition, schema: TableSchema, version: int | None = None) -> None:
+        """Set the applied position and schema, without clearing failures."""
+        self.applied_position, self.lake_version, self.outcome_unknown_until = position, version, 0.0
+        if version is None:  # it may be another table now
             self.lake_table_id = None
-        if self.schema is None or not self.schema.same_with_facts(shape):
-            self.schema, self.pending_schema = shape, None  # what was seen beside the shape of before says nothing now
+        if self.schema is None or not self.schema.same_with_facts(schema):
+            self.schema, self.pending_schema = schema, None  # it was compared with the old schema
 
 
 @dataclass(frozen=True)
 class ApplyRange:
-    """Slices of the log that a table can take in one commit, and where that brings it; or a recast of the table, that
-    comes before them."""
+    """The slices one table commit takes, and the position after it; or a recast that must come first."""
 
     slices: tuple[Slice, ...]
     position_after: AppliedPosition
     recast: Recast | None = None
     until: Lsn | None = None
-    """Where it ends, if that is inside the last slice."""
+    """Position at which the range ends, if that is inside the last slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PendingSchema:
-    """A shape that the source's catalogue showed, and a position at or after whatever made it so."""
+    """A schema read from the catalogue, and a position at or after its DDL."""
 
     schema: TableSchema
     horizon: Lsn
     compared_with: TableSchema
-    """What the table was when the catalogue was asked; if that very one is no longer so, it must be asked again."""
+    """Schema of the table when the catalogue was read; once it is another object, the catalogue must be read again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchEnd:
-    """What one micro-batch is to do."""
+    """End of one micro-batch."""
 
     end: int
-    """The commit that it ends on."""
+    """Number of the last commit."""
     has_backlog: bool
-    """Whether the log has more already, which would be too much at once."""
+    """True if the log has more commits than one micro-batch takes."""
 
 
-def has_lost_identity(life: ManagedTable) -> bool:
-    """Whether the source publishes only inserts of it by now. Then it stops, and is not loaded."""
-    return life.insert_only and life.schema is not None and life.schema.identity is not Identity.NONE
+def has_lost_identity(managed: ManagedTable) -> bool:
+    """Return whether the source now publishes only inserts of the table; such a table stops and is not loaded."""
+    return managed.insert_only and managed.schema is not None and managed.schema.identity is not Identity.NONE
 
 
-def refuse_lost_identity(life: ManagedTable, source: SourceTable | None) -> None:
-    """A mirror that was fed by updates cannot go on without them as if nothing had happened."""
-    if source is None or source.identity is not Identity.NONE or life.schema is None:
+def refuse_lost_identity(managed: ManagedTable, source: SourceTable | None) -> None:
+    """Refuse a table that has applied updates and whose source no longer publishes them."""
+    if source is None or source.identity is not Identity.NONE or managed.schema is None:
         return
-    if life.schema.identity is not Identity.NONE:
-        raise SchemaChanged("the source table lost its replica identity", table=life.table, hint=IDENTITY_HINT)
+    if managed.schema.identity is not Identity.NONE:
+        raise SchemaChanged("the source table lost its replica identity", table=managed.table, hint=IDENTITY_HINT)
 
 
-def refuse_ahead(life: ManagedTable, change_log: ChangeLog) -> None:
-    """A table that has applied commits this log does not have was fed by another past of it."""
+def refuse_ahead(managed: ManagedTable, change_log: ChangeLog) -> None:
+    """Refuse a table that has applied commits which the log lacks: it followed another history of the log."""
     newest = change_log.newest()
-    if life.applied_position is not None and life.applied_position.commit > newest:
+    if managed.applied_position is not None and managed.applied_position.commit > newest:
         raise TableAhead(
             "the table has applied more than the log holds",
-            table=life.table,
-            applied=life.applied_position.commit,
+            table=managed.table,
+            applied=managed.applied_position.commit,
             newest=newest,
-            hint="Was the log restored from a copy? Put back the newer one, or run `tailrace snapshot FILE TABLE`: the "
-            "table is loaded anew.",
+            hint="Check whether the log was restored from a copy. Put back the newer log, or reload the table: "
+            "`tailrace snapshot FILE TABLE`.",
         )
 
 
-def has_missed_updates(life: ManagedTable, source: SourceTable | None) -> bool:
-    """Whether updates went unseen until now, because the table had no replica identity; it is loaded anew."""
-    before = life.schema is not None and life.schema.identity is Identity.NONE
+def has_missed_updates(managed: ManagedTable, source: SourceTable | None) -> bool:
+    """Return whether updates were missed until now because the table had no replica identity; it needs a reload."""
+    before = managed.schema is not None and managed.schema.identity is Identity.NONE
     return before and source is not None and source.identity is not Identity.NONE
 
 
-def stops_at_recreated(life: ManagedTable, oid: int, policies: EvolutionPolicies) -> bool:
-    """Whether the source has another table of its name by now, and the table is to stop at that one's first row. It
-    lacks nothing of the one before: that was published until it was dropped."""
+def stops_at_recreated(managed: ManagedTable, oid: int, policies: EvolutionPolicies) -> bool:
+    """Return whether the table was recreated at the source, and the policy is to stop.
+
+    The table then stops at the first row of the new one.
+    The lake table lacks nothing of the dropped table, which was published until it was dropped.
+    """
     return (
         policies.recreate is EvolutionPolicy.STOP
-        and life.schema is not None
-        and life.schema.source_schema.relation != oid
+        and managed.schema is not None
+        and managed.schema.source_schema.relation != oid
     )

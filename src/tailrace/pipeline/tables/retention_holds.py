@@ -1,8 +1,8 @@
-"""What the lake tables tell the log: which of its rows they have covered, so that it keeps the others for them.
+"""Publish which log rows the lake tables have applied, so that retention keeps the others.
 
-Only what a table's own commit says is called covered. A table that fails goes on holding what it lacks; one that is
-being loaded holds what comes after its snapshot; one that will be loaded, or that the settings no longer name, holds
-nothing. Said every few seconds and at the end: what is said late only makes the log keep more.
+Only rows that a table's own commit covers count as applied. A failed table keeps holding what it lacks. A table that is
+being loaded holds rows after its snapshot. A table that will be loaded, or that the settings no longer name,
+holds nothing. Progress is published every few seconds and at the end; publishing late only makes the log keep more.
 """
 
 from __future__ import annotations
@@ -23,64 +23,78 @@ PUBLISH_SECONDS = 5.0
 
 
 class RetentionHolds:
-    """Speaks for the tables of one applying process."""
+    """Holds of the tables of one applying process."""
 
-    def __init__(self, lives: TableRegistry) -> None:
-        self._lives = lives
-        self._said = {hint.table: hint for hint in consumers.read_table_progress(lives.log.path)}
-        self._begun = False
+    def __init__(self, registry: TableRegistry) -> None:
+        self._registry = registry
+        self._published = {progress.table: progress for progress in consumers.read_table_progress(registry.log.path)}
+        self._enabled = False
         self._due = 0.0
-        self._speaking = threading.Lock()
+        self._lock = threading.Lock()
 
     def enable(self) -> None:
-        """From here on the tables are known: one that is not among them needs nothing."""
-        self._begun = True
+        """Start publishing: all tables are known now, and a table that is not among them holds nothing."""
+        self._enabled = True
 
     def publish(self, *, now: bool = False) -> None:
-        """Say where every table stands, if that was not done just now. Silent until they are known."""
-        with self._speaking:
-            if not self._begun or (not now and time.monotonic() < self._due):
+        """Publish the progress of every table, if due and enabled."""
+        with self._lock:
+            if not self._enabled or (not now and time.monotonic() < self._due):
                 return
             self._due = time.monotonic() + PUBLISH_SECONDS
-            self._lives.check_trimmed()
-            hints = [hint for life in list(self._lives.tables.values()) if (hint := self._hint(life))]
-            with suppress(LogError):  # a disk that is full: what was said before holds more, not less
-                consumers.write_table_progress(self._lives.log.path, hints)
-                self._said = {hint.table: hint for hint in hints}
+            self._registry.check_trimmed()
+            progress_records = [
+                progress for managed in list(self._registry.tables.values()) if (progress := self._progress(managed))
+            ]
+            with suppress(LogError):  # full disk: the records published before hold more, not less
+                consumers.write_table_progress(self._registry.log.path, progress_records)
+                self._published = {progress.table: progress for progress in progress_records}
 
-    def _hint(self, life: ManagedTable) -> TableProgress | None:
-        index, commit = self._lives.index, self._lives.index.last_commit
-        numbers = tuple(self._lives.log_numbers(life))
-        if life.load_floor is not None:
-            # The rows that the table itself lacks too, if it goes on meanwhile and would go on without the load.
-            goes_on = life.state not in (TableState.NEW, TableState.SEEDING, TableState.NEEDS_SNAPSHOT)
-            first = life.load_floor
-            if goes_on and life.applied_position is not None and life.applied_position.seq < first.seq:
-                first = life.applied_position
-            return TableProgress(table=life.table, numbers=numbers, commit=first.commit, seq=first.seq)
-        if life.state in (TableState.NEW, TableState.PAUSED) or (life.load_only and life.catch_up_load is None):
-            return None  # its load will see everything up to then, or nothing is applied to it any more
-        if life.applied_position is None:
-            return self._said.get(life.table)  # it cannot be read now; what it lacks, it may still need
-        if life.state is TableState.NEEDS_SNAPSHOT:
+    def _progress(self, managed: ManagedTable) -> TableProgress | None:
+        index, commit = self._registry.index, self._registry.index.last_commit
+        numbers = tuple(self._registry.log_numbers(managed))
+        if managed.load_floor is not None:
+            # A table that applies during the load also holds the rows it lacks, in case the load fails.
+            applies = managed.state not in (TableState.NEW, TableState.SEEDING, TableState.NEEDS_SNAPSHOT)
+            first = managed.load_floor
+            if applies and managed.applied_position is not None and managed.applied_position.seq < first.seq:
+                first = managed.applied_position
+            return TableProgress(table=managed.table, numbers=numbers, commit=first.commit, seq=first.seq)
+        if managed.state in (TableState.NEW, TableState.PAUSED) or (
+            managed.load_only and managed.catch_up_load is None
+        ):
+            return None  # its load will read everything up to then, or nothing is applied to it any more
+        if managed.applied_position is None:
+            return self._published.get(managed.table)  # the table cannot be read now, and may still need what it lacks
+        if managed.state is TableState.NEEDS_SNAPSHOT:
             return TableProgress(
-                table=life.table, numbers=numbers, commit=life.applied_position.commit, seq=life.applied_position.seq
+                table=managed.table,
+                numbers=numbers,
+                commit=managed.applied_position.commit,
+                seq=managed.applied_position.seq,
             )
-        # A load's point may lie past rows that its commit and `_seq` do not name.
-        reached = commit if not self._lives.pending(life, commit) else index.commit_at(life.applied_position.position)
+        # A load point may be past rows that the table's commit and `_seq` do not cover.
+        reached = (
+            commit
+            if not self._registry.pending(managed, commit)
+            else index.commit_at(managed.applied_position.position)
+        )
         return TableProgress(
-            table=life.table,
+            table=managed.table,
             numbers=numbers,
-            commit=max(life.applied_position.commit, reached),
-            seq=max(life.applied_position.seq, index.next_seq(reached) - 1),
+            commit=max(managed.applied_position.commit, reached),
+            seq=max(managed.applied_position.seq, index.next_seq(reached) - 1),
         )
 
 
 def release_unwanted(settings: PipelineSettings) -> None:
-    """Let go of what tables hold that the settings no longer name, also where nobody applies."""
+    """Remove the holds of tables that the settings no longer name.
+
+    This also works while no process applies.
+    """
     path = settings.log.path
-    said = consumers.read_table_progress(path)
-    wanted = [hint for hint in said if settings.has(hint.table)]
-    if len(wanted) < len(said):
+    published = consumers.read_table_progress(path)
+    wanted = [progress for progress in published if settings.has(progress.table)]
+    if len(wanted) < len(published):
         with suppress(LogError):  # a full disk must not stop a capture from starting
             consumers.write_table_progress(path, wanted)

@@ -1,7 +1,7 @@
-"""What is written in options, as values; each refused that cannot be meant, with the option's name and an example.
+"""Parse the values of Spark options; refuse an invalid one with the option's name and an example.
 
-What an option is called decides what is meant, a table as it is or a change log. So one that is misspelled is looked
-for among those of both.
+The options that are present decide what is read: a database table or a change log. So a misspelled option is looked for
+among those of both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COLUMN = rf'\s*(?:{QUOTED}|[^\s",][^",]*)\s*'
 
 
 def option_error(name: str, why: str, hint: str) -> ConfigError:
-    """The error for an option."""
+    """Return the error for an option."""
     return ConfigError(f"the option `{name}` {why}", hint=hint)
 
 
@@ -36,28 +36,28 @@ def as_option_error(error: TailraceError) -> TailraceError:
     return type(error)(error.message, hint=error.option_hint, **error.fields) if error.option_hint else error
 
 
-def canonical_options(given: Mapping[str, str], options: Sequence[str]) -> dict[str, str]:
-    """The options under the names they are documented by; Spark does not tell upper case from lower."""
+def canonical_options(values: Mapping[str, str], options: Sequence[str]) -> dict[str, str]:
+    """Return the options under their documented names; Spark ignores case."""
     known = {name.lower(): name for name in options}
-    if any(name.lower().startswith("option.") for name in given):  # as Spark stores those of a table
+    if any(name.lower().startswith("option.") for name in values):  # as Spark stores those of a table
         raise ConfigError(
             "a table of Spark's catalog cannot be of this format: Spark reads it without its options",
-            hint="Make a view: CREATE TEMPORARY VIEW … USING cdc OPTIONS (…), with the same options.",
+            hint="Create a view with the same options: CREATE TEMPORARY VIEW … USING cdc OPTIONS (…).",
         )
-    for name in given:
+    for name in values:
         if name.lower() not in known:
             raise _unknown(name)
-    return {known[name.lower()]: value for name, value in given.items()}
+    return {known[name.lower()]: value for name, value in values.items()}
 
 
 def _unknown(name: str) -> ConfigError:
     known = {name.lower(): name for name in (*TABLE_OPTIONS, *LOG_OPTIONS)}
     if name.lower() in known:
-        only = "is for a table of a database as it is, and others here are for a change log"
+        only = "is for a database table, and other options here are for a change log"
         return option_error(known[name.lower()], only, "Leave it out.")
     all_of_them = (
-        f"The options of a table as it is are {', '.join(TABLE_OPTIONS)}; those of a change log are "
-        f"{', '.join(LOG_OPTIONS)}."
+        f"Use the options of a database table ({', '.join(TABLE_OPTIONS)}) or those of a change log "
+        f"({', '.join(LOG_OPTIONS)})."
     )
     close = difflib.get_close_matches(name.lower(), known, n=1)
     return option_error(name, "is not known", f"Did you mean `{known[close[0]]}`?" if close else all_of_them)
@@ -71,11 +71,11 @@ def parse_source_url(text: str) -> str:
 
 
 def parse_choice(name: str, text: str, values: Sequence[str]) -> str:
-    """One of these words."""
-    found = text.strip().lower()
-    if found not in values:
-        raise option_error(name, "is none of its values", f"They are {', '.join(values)}.")
-    return found
+    """Return the value if it is one of these words; refuse it otherwise."""
+    word = text.strip().lower()
+    if word not in values:
+        raise option_error(name, "has an unknown value", f"Use one of {', '.join(values)}.")
+    return word
 
 
 def parse_table_name(name: str, text: str) -> TableId:
@@ -84,7 +84,7 @@ def parse_table_name(name: str, text: str) -> TableId:
         raise option_error(
             name,
             "is not the name of a table with its schema",
-            'For example: public.orders. A name with a dot in it is quoted: "a.b"."c".',
+            'For example: public.orders. Quote a name with a dot in it: "a.b"."c".',
         )
     return TableId(unquote(match[1]), unquote(match[2]))
 
@@ -99,7 +99,7 @@ def parse_column_names(name: str, text: str) -> tuple[str, ...]:
 
 
 def unquote(name: str) -> str:
-    """A name without the quotes around it, if it has some."""
+    """Return a name without the quotes around it, if it has some."""
     return name[1:-1].replace('""', '"') if name.startswith('"') else name
 
 
@@ -126,7 +126,11 @@ def parse_seconds(name: str, text: str) -> float:
 
 
 class WithoutTraceback:
-    """Around what Spark calls."""
+    """Raise our errors without a traceback, from a method that Spark calls.
+
+    Spark prints the whole traceback of a Python source before the error's text, with those of its causes. A user who
+    misspelled an option has no use for our lines. Other exceptions are left as they are, because there the lines help.
+    """
 
     def __enter__(self) -> None: ...
 

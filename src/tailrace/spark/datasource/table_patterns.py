@@ -1,7 +1,7 @@
-"""What the option `tables` names: tables, and patterns of them.
+"""Parse the option `tables`: names of tables, and patterns of them.
 
-A part in quotes is taken as it is written; so is one without `*`, `?` and `[…]`. Schema and table are told apart by the
-one dot between them: a name that has a dot itself is quoted, here as in `table`.
+A part in quotes is taken as it is written; so is one without `*`, `?` and `[…]`. The one dot between them separates
+schema and table. A name that has a dot itself is quoted, here as in `table`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _BRACKETS = r'\[!?\]?[^\]",]*\]'
 _PART = rf'\s*(?:{QUOTED}|(?:{_BRACKETS}|[^\s".,\[])(?:{_BRACKETS}|[^".,\[])*)\s*'
 _ENTRY = re.compile(rf"({_PART})\.({_PART})")
 _COMMA = re.compile(r',(?=(?:[^"]*"[^"]*")*[^"]*$)')
-"""One that is not in quotes."""
+"""A comma that is not in quotes."""
 _LIST_HINT = (
-    "For example: public.orders, sales.*; `*` is all. A name with a dot in it is quoted, as is one with `,`, `*`, `?` "
-    'or `[`: "a.b"."c", "a.b".*'
+    "For example: public.orders, sales.*; `*` is all. Quote a name that has a dot in it, or one of `,`, `*`, `?` and "
+    '`[`: "a.b"."c", "a.b".*'
 )
 
 
@@ -31,35 +31,35 @@ class TablePattern:
 
     schema: str
     name: str
-    """Globs, names that are taken as they are among them."""
+    """Schema and name are globs. A literal name is an escaped glob."""
     table: TableId | None = None
-    """The only one that it can mean."""
+    """The only table that it can match."""
 
     @classmethod
     def of(cls, table: TableId) -> TablePattern:
-        """The one that means this table."""
+        """Return the pattern that matches this table only."""
         return cls(glob.escape(table.schema), glob.escape(table.name), table)
 
     def matches(self, table: TableId) -> bool:
-        """Whether the table is meant."""
+        """Return whether the pattern matches the table."""
         return fnmatch.fnmatchcase(table.schema, self.schema) and fnmatch.fnmatchcase(table.name, self.name)
 
     @property
     def to_setting(self) -> str:
-        """The same as a pipeline's `source.tables` has it, where a dot that is part of a name stands in brackets."""
+        """The pattern as a pipeline's `source.tables` has it. A dot that is part of a name is in brackets there."""
         return ".".join(_dots_hidden(part) for part in (self.schema, self.name))
 
 
 def parse_table_patterns(name: str, text: str) -> tuple[TablePattern, ...]:
-    """What an option lists, with commas between."""
-    found = [_pattern(name, entry.strip()) for entry in _COMMA.split(text)]
-    if len(set(found)) < len(found):
+    """Parse the entries of an option, with commas between."""
+    patterns = [_pattern(name, entry.strip()) for entry in _COMMA.split(text)]
+    if len(set(patterns)) < len(patterns):
         raise option_error(name, "has a name twice", "Name each once.")
-    return tuple(found)
+    return tuple(patterns)
 
 
 def format_table_name(table: TableId) -> str:
-    """A table's name as options take it."""
+    """Return a table's name as options take it."""
     parts = (table.schema, table.name) if table.schema else (table.name,)
     return ".".join(_quoted(part) if re.search(r'[".,*?\[\s]', part) else part for part in parts)
 
@@ -74,7 +74,7 @@ def _pattern(option: str, entry: str) -> TablePattern:
     match = _ENTRY.fullmatch(entry)
     if match is None:
         raise option_error(
-            option, f"has `{entry}`, which is no table with its schema and no pattern for one", _LIST_HINT
+            option, f"has `{entry}`, which is neither a table with its schema nor a pattern for one", _LIST_HINT
         )
     schema, name = match[1].strip(), match[2].strip()
     if _is_glob(schema) or _is_glob(name):
@@ -91,5 +91,5 @@ def _glob(part: str) -> str:
 
 
 def _dots_hidden(part: str) -> str:
-    """With brackets around each dot that has none yet."""
-    return re.sub(rf"{_BRACKETS}|\.", lambda found: "[.]" if found[0] == "." else found[0], part)
+    """Return a part with brackets around each dot that has none yet."""
+    return re.sub(rf"{_BRACKETS}|\.", lambda match: "[.]" if match[0] == "." else match[0], part)

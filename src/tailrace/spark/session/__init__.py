@@ -1,1 +1,1 @@
-"""Starting Spark, its connectors and its workers."""
+"""Starts Spark, its connectors and its workers."""

@@ -1,4 +1,4 @@
-"""Columns between Arrow and Spark, the same with every Spark that is supported: what they mean by default differs."""
+"""Convert columns between Arrow and Spark, the same way with every supported Spark. Their defaults differ."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pyspark.sql.types import StructType
 
 
 def spark_schema(fields: pa.Schema) -> StructType:
-    """As a DataFrame has them. A time without a zone stays one."""
+    """Return the columns as a DataFrame has them. A time without a zone stays one."""
     return from_arrow_schema(fields, prefer_timestamp_ntz=True)
 
 
 def arrow_schema(schema: StructType) -> pa.Schema:
-    """As Spark takes them from a source; times with a zone in UTC."""
+    """Return the columns as Spark takes them from a source; times with a zone are in UTC."""
     if "timezone" in inspect.signature(to_arrow_schema).parameters:
         return to_arrow_schema(schema, timezone="UTC")
-    return to_arrow_schema(schema)  # until Spark 4.1 that was a switch, and on
+    return to_arrow_schema(schema)  # up to Spark 4.1 that is a switch, which is on by default

@@ -1,7 +1,7 @@
-"""Spark's classes, loaded and checked once and kept in a file: Spark then starts in a third of the time.
+"""Make a class data archive, with which Spark starts in a third of the time.
 
-Java writes the file, a class data archive, when a Spark that was told so ends. It fits one Java and one place of
-Spark's jars; a Java to which it does not fit starts without it.
+The archive holds Spark's classes, loaded and checked once. Java writes it when a Spark that was started with that
+option ends. It fits one Java and one location of Spark's jars; any other Java starts without it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ WAIT_SECONDS_MAX = 300.0
 
 
 def make_archive() -> None:
-    """Make the archive for this Java and this Spark, unless it is there."""
+    """Make the archive for this Java and this Spark, unless it exists."""
     path = archive_path(find_java())
     if path.exists():
         return
-    aside = files.temp_path(path)
+    temporary = files.temp_path(path)
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            _make(Path(scratch), aside)
-        files.sync_file(aside)  # Java does not check what it maps
-        aside.replace(path)
+            _make(Path(scratch), temporary)
+        files.sync_file(temporary)  # Java does not check what it maps
+        temporary.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _make(scratch: Path, path: Path) -> None:
@@ -48,23 +48,23 @@ def _make(scratch: Path, path: Path) -> None:
 
 
 def _work(session: SparkSession, scratch: Path) -> None:
-    """What a pipeline has Spark do: a stream that wakes, a task in a Python process."""
+    """Do what a pipeline has Spark do: a stream that wakes work, and a task in a Python process."""
     done, stopping = threading.Event(), threading.Event()
-    wake = WakeSource(lambda _: 1, 0)
+    source = WakeSource(lambda _: 1, 0)
 
     def on_batch(_batch: DataFrame, _number: int) -> None:
-        if (end := wake.announced_commit()) is not None:
+        if (end := source.announced_commit()) is not None:
             session.sparkContext.parallelize([1, 2], 2).map(str).collect()
-            wake.acknowledge(end)
+            source.acknowledge(end)
             done.set()
 
-    speaking = threading.Thread(target=wake.serve, args=(stopping,), daemon=True)
-    speaking.start()
-    query = wake.start(session, scratch / "checkpoint", on_batch)
-    until = time.monotonic() + WAIT_SECONDS_MAX
+    thread = threading.Thread(target=source.serve, args=(stopping,), daemon=True)
+    thread.start()
+    query = source.start(session, scratch / "checkpoint", on_batch)
+    deadline = time.monotonic() + WAIT_SECONDS_MAX
     while not done.wait(0.1):
-        if not query.isActive or time.monotonic() >= until:
-            raise RuntimeError(f"Spark did not do its work: {query.exception()}")
+        if not query.isActive or time.monotonic() >= deadline:
+            raise RuntimeError(f"the query ended without its work: {query.exception()}")
     query.stop()
     stopping.set()
-    speaking.join()
+    thread.join()

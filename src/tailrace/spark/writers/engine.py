@@ -1,8 +1,8 @@
-"""Work on lake tables that one of Spark's connectors writes: driven from here, one job after the other for each table.
+"""Drive the work on lake tables that a Spark connector writes.
 
-The work and its outcome are those of `tasks`; only who does it differs. There a task does a table's work by itself,
-here the driver has Spark do it, tables side by side in threads, each with a session of its own. Rows are read, folded
-and merged in tasks all the same, and what comes back are counts.
+Each table has one job after the other. The work and its outcome are those of `tasks`; only its executor differs. There
+one task does all of a table's work. Here the driver has Spark do it, with tables side by side in threads, each with a
+session of its own. Rows are read, folded and merged in tasks all the same, and only counts come back.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from tailrace.tasks.work import (
 )
 
 TABLES_AT_ONCE_MAX = 4
-"""Tables whose jobs are under way side by side."""
+"""Maximal number of tables with jobs under way at once."""
 
 
 ConnectorTable = SparkDeltaTable | SparkIcebergTable
@@ -69,38 +69,42 @@ class SparkEngine:
 
     def __init__(self, spark: SparkSession, catalog: Catalog | None = None) -> None:
         self._spark = spark
-        self._ways: dict[Callable[..., Outcome], Callable[[Any], Outcome]] = {
+        self._methods: dict[Callable[..., Outcome], Callable[[Any], Outcome]] = {
             advance_table: self._advance,
             refresh_table: self._refresh,
             replay_rows: self._replay_rows,
             replay_changes: self._replay_changes,
         }
         if catalog is not None:
-            self._ways |= {commit_load: self._commit_load, compact_table: self._compact}
+            self._methods |= {commit_load: self._commit_load, compact_table: self._compact}
         self._opened: dict[Path, SparkIcebergTable] = {}
 
     def handles(self, task: Callable[..., Outcome]) -> bool:
-        """Whether this is work of the connector's: what changes rows, and of Iceberg tables every commit. Reading the
-        source and joining a Delta table's files are done in tasks, whoever writes."""
-        return task in self._ways
+        """Return whether the connector does this work: changes of rows, and every commit of an Iceberg table.
+
+        Tasks read the source and join a Delta table's files, whichever engine writes.
+        """
+        return task in self._methods
 
     def run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
-        """Each piece of work is another table's. What fails is an outcome, not an exception."""
+        """Run pieces of work of different tables side by side. A failure is an outcome, not an exception."""
         with ThreadPoolExecutor(max_workers=min(len(works), TABLES_AT_ONCE_MAX)) as threads:
-            return list(threads.map(self._ways[task], works))
+            return list(threads.map(self._methods[task], works))
 
     def _in_tasks(self, task: Callable[[Any], Any], works: Sequence[Any]) -> Sequence[Any]:
         return self._spark.sparkContext.parallelize(works, len(works)).map(task).collect()
 
-    def _table(self, place: TableLocation) -> ConnectorTable:
-        if place.catalog is None:
-            return SparkDeltaTable(self._spark, place.path, place.log_id, place.spec, place.features, place.file_bytes)
-        if place.path not in self._opened:  # each has a session with a catalog, which takes its time to open
-            opened = SparkIcebergTable(
-                self._spark, place.path, place.log_id, place.catalog, place.spec, place.file_bytes
+    def _table(self, location: TableLocation) -> ConnectorTable:
+        if location.catalog is None:
+            return SparkDeltaTable(
+                self._spark, location.path, location.log_id, location.spec, location.features, location.file_bytes
             )
-            self._opened[place.path] = opened
-        return self._opened[place.path]
+        if location.path not in self._opened:  # each has a session with a catalog, which is slow to open
+            opened = SparkIcebergTable(
+                self._spark, location.path, location.log_id, location.catalog, location.spec, location.file_bytes
+            )
+            self._opened[location.path] = opened
+        return self._opened[location.path]
 
     def _commit_load(self, work: CommitLoadWork) -> Outcome:
         return _timed(work.schema.table, partial(self._run_commit_load, work))
@@ -110,12 +114,12 @@ class SparkEngine:
         return Outcome(table=work.schema.table, rows=rows, applied_position=work.position_after, schema=work.schema)
 
     def _compact(self, work: CompactWork) -> Outcome:
-        def tended() -> Outcome:
+        def compact() -> Outcome:
             return Outcome(
                 table=work.table, upkeep_result=self._table(work.location).compact(work.upkeep, work.expected)
             )
 
-        return _timed(work.table, tended)
+        return _timed(work.table, compact)
 
     def _advance(self, work: ApplyWork | EvolveWork) -> Outcome:
         return self._evolve(work) if isinstance(work, EvolveWork) else self._apply(work)
@@ -124,7 +128,7 @@ class SparkEngine:
         started = time.monotonic()
         failpoints.hit("apply.before_table")
         try:
-            folded, applied = self._applied(work)
+            folded, applied = self._apply_once(work)
         except Exception as error:  # the work's boundary: the table fails, the others go on
             return _failed(work.table, error)
         return Outcome(
@@ -139,47 +143,51 @@ class SparkEngine:
             dead_letters=sum(len(item.causes) for item in folded.rejects),
         )
 
-    def _applied(self, work: ApplyWork) -> tuple[FoldedFiles, WriteResult]:
-        """One commit; what the table cannot take is set aside first, as `setting_aside` has it."""
-        table, letters = self._table(work.location), DeadLetterStore(work.log, work.table)
+    def _apply_once(self, work: ApplyWork) -> tuple[FoldedFiles, WriteResult]:
+        """Apply in one commit. Rejected changes are stored first, as in `tasks/dead_letters.py`."""
+        table, store = self._table(work.location), DeadLetterStore(work.log, work.table)
         with table.scratch() as scratch:
-            if not letters.has_any:
+            if not store.has_any:
                 try:
                     return self._fold_and_apply(work, table, scratch / "plain")
                 except REJECTABLE_ERRORS:
                     if not work.dead_letters_enabled:
                         raise
-            here = table.applied_position()
-            if here != work.expected:  # it is done already, or this says why it cannot be
-                nothing = FoldedFiles()
-                return nothing, table.apply_files(work.schema, nothing, work.expected, work.position_after, touch=True)
-            letters.recover(work.expected.load, table.replay_id())
-            letters.discard_after(work.expected.seq)
-            done = self._fold_and_apply(work, table, scratch / "sifted", sifts=True)
-        letters.remove_closed(work.position_after.seq)
+            applied = table.applied_position()
+            if applied != work.expected:  # done already, or `apply_files` raises why it cannot be done
+                no_files = FoldedFiles()
+                return no_files, table.apply_files(
+                    work.schema, no_files, work.expected, work.position_after, touch=True
+                )
+            store.recover(work.expected.load, table.replay_id())
+            store.discard_after(work.expected.seq)
+            result = self._fold_and_apply(work, table, scratch / "sifted", splits_rejects=True)
+        store.remove_closed(work.position_after.seq)
         failpoints.hit("letters.tidied")
-        return done
+        return result
 
     def _fold_and_apply(
-        self, work: ApplyWork, table: ConnectorTable, scratch: Path, *, sifts: bool = False
+        self, work: ApplyWork, table: ConnectorTable, scratch: Path, *, splits_rejects: bool = False
     ) -> tuple[FoldedFiles, WriteResult]:
         scratch.mkdir()
-        folded = fold_range(work, scratch, self._in_tasks, sifts=sifts)
-        if asked := sorted(scratch.glob(f"*{ASKED_KEYS_SUFFIX}")):
-            again = scratch / "again"
-            again.mkdir()
-            if table.write_missing_keys(work.schema, asked, again / MISSING_KEYS):
-                folded = fold_range(work, again, self._in_tasks, sifts=True)
+        folded = fold_range(work, scratch, self._in_tasks, splits_rejects=splits_rejects)
+        if key_files := sorted(scratch.glob(f"*{ASKED_KEYS_SUFFIX}")):
+            second_try = scratch / "again"
+            second_try.mkdir()
+            if table.write_missing_keys(work.schema, key_files, second_try / MISSING_KEYS):
+                folded = fold_range(work, second_try, self._in_tasks, splits_rejects=True)
         if folded.rejects:
             (error,) = self._in_tasks(store_task_rejects, [StoreRejectsWork(work=work, rejects=folded.rejects)])
             if error is not None:
                 raise error
-        given = None if work.reader is None else self._refetch_in_task(work, table, scratch)
-        applied = table.apply_files(work.schema, folded, work.expected, work.position_after, touch=True, given=given)
+        refetch = None if work.reader is None else self._refetch_in_task(work, table, scratch)
+        applied = table.apply_files(
+            work.schema, folded, work.expected, work.position_after, touch=True, refetch=refetch
+        )
         return folded, applied
 
     def _refetch_in_task(self, work: ApplyWork, table: ConnectorTable, scratch: Path) -> RefetchFrame:
-        """Rows that a task reads from the source again; the keys and the rows pass through files."""
+        """Return a function that refetches rows in a task. The keys and the rows pass through files."""
 
         def rows(keys: DataFrame) -> DataFrame:
             keys.coalesce(1).write.parquet(str(scratch / "keys"))
@@ -187,14 +195,14 @@ class SparkEngine:
             if error is not None:
                 raise error
             fields = table.source_fields(work.schema)
-            return table.session.read.schema(fields).parquet(str(scratch / "given.parquet"))
+            return table.session.read.schema(fields).parquet(str(scratch / "refetched.parquet"))
 
         return rows
 
     def _evolve(self, work: EvolveWork) -> Outcome:
-        return _timed(work.table, partial(self._evolved, work))
+        return _timed(work.table, partial(self._run_evolve, work))
 
-    def _evolved(self, work: EvolveWork) -> Outcome:
+    def _run_evolve(self, work: EvolveWork) -> Outcome:
         applied = self._table(work.location).evolve(work.recast, work.expected)
         return Outcome(
             table=work.table, applied_position=work.expected, schema=work.recast.schema, bytes_written=applied.bytes
@@ -207,58 +215,62 @@ class SparkEngine:
         return _timed(work.schema.table, partial(self._run_replay_rows, work))
 
     def _run_replay_rows(self, work: ReplayRowsWork) -> Outcome:
-        """One commit of the rows that may come in, then what became of the letters: both as `redelivery` has it."""
+        """Commit the rows that may be written, then record the replay's outcome, as in `tasks/keyed_replay.py`."""
         table, version = self._table(work.location), None
         with table.scratch() as scratch:
-            (found,) = self._in_tasks(
+            (staged,) = self._in_tasks(
                 stage_replay_rows, [StageReplayRowsWork(work=work, path=scratch / "ready.parquet")]
             )
-            if isinstance(found, TailraceError):
-                raise found
-            if found.upserts:
-                version = table.upsert_files(work.schema, found, work.expected).version
-        done: Outcome = self._in_tasks(replay_rows, [replace(work, writes_rows=False)])[0]
-        return replace(done, version=version)
+            if isinstance(staged, TailraceError):
+                raise staged
+            if staged.upserts:
+                version = table.upsert_files(work.schema, staged, work.expected).version
+        outcome: Outcome = self._in_tasks(replay_rows, [replace(work, writes_rows=False)])[0]
+        return replace(outcome, version=version)
 
     def _replay_changes(self, work: ReplayChangesWork) -> Outcome:
         return _timed(work.schema.table, partial(self._run_replay_changes, work))
 
     def _run_replay_changes(self, work: ReplayChangesWork) -> Outcome:
-        """One commit of what letters hold, then what became of them: both as `late_letters` has it."""
+        """Commit the stored changes, then record the replay's outcome, as in `tasks/keyless_replay.py`."""
         table, version = self._table(work.location), None
         with table.scratch() as scratch:
-            (found,) = self._in_tasks(
+            (staged,) = self._in_tasks(
                 stage_replay_changes, [StageReplayChangesWork(work=work, path=scratch / "late.parquet")]
             )
-            if isinstance(found, TailraceError):
-                raise found
-            promised, folded = found
-            if promised.replay_id is not None:
+            if isinstance(staged, TailraceError):
+                raise staged
+            intent, folded = staged
+            if intent.replay_id is not None:
                 version = table.append_files(
-                    work.schema, folded, work.expected, after=promised.previous_replay_id, late=promised.replay_id
+                    work.schema,
+                    folded,
+                    work.expected,
+                    previous_replay_id=intent.previous_replay_id,
+                    replay_id=intent.replay_id,
                 ).version
-        left = confirm_replay(work, promised, version)
-        return Outcome(table=work.schema.table, rows=promised.dead_letters, dead_letters=left, version=version)
+        remaining = confirm_replay(work, intent, version)
+        return Outcome(table=work.schema.table, rows=intent.dead_letters, dead_letters=remaining, version=version)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _KeyFileRefetch:
-    """Keys that lie in a file, whose rows are to be read again."""
+    """A refetch of rows whose keys are in a file."""
 
     work: ApplyWork
     scratch: Path
 
 
-def _refetch_from_key_file(asked: _KeyFileRefetch) -> TailraceError | None:
-    work = asked.work
+def _refetch_from_key_file(refetch: _KeyFileRefetch) -> TailraceError | None:
+    work = refetch.work
     try:
-        keys = pq.read_table(asked.scratch / "keys")
+        keys = pq.read_table(refetch.scratch / "keys")
         stored = work.location.spec.stored_schema(work.schema)
         columns = [stored.columns[i] for i in key_ordinals(stored)]
         fields = pa.schema([(column.name, column.type) for column in columns])
         transactions = {tx for batch in read_change_batches(work, work.expected.seq) for tx in _transactions(batch)}
         rows = refetch_rows(work, sorted(transactions), keys.select(fields.names).cast(fields))
-        pq.write_table(rows, asked.scratch / "given.parquet", store_schema=False)
+        pq.write_table(rows, refetch.scratch / "refetched.parquet", store_schema=False)
     except Exception as error:  # the task's boundary
         return as_tailrace_error(error)
     return None
@@ -269,7 +281,7 @@ def _transactions(batch: pa.RecordBatch) -> Iterator[int]:
 
 
 def _failed(table: TableId, error: Exception) -> Outcome:
-    """What failed is the table's, unless Spark itself is gone: whoever watches over that says so."""
+    """Return the failure as the table's outcome. If Spark itself is gone, raise: its watcher reports that."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, (Py4JNetworkError, ConnectionError)):
@@ -281,7 +293,7 @@ def _failed(table: TableId, error: Exception) -> Outcome:
 def _timed(table: TableId, work: Callable[[], Outcome]) -> Outcome:
     started = time.monotonic()
     try:
-        done = work()
+        outcome = work()
     except Exception as error:  # the work's boundary: the table fails, the others go on
-        done = _failed(table, error)
-    return replace(done, seconds=time.monotonic() - started)
+        outcome = _failed(table, error)
+    return replace(outcome, seconds=time.monotonic() - started)

@@ -1,9 +1,10 @@
-"""Iceberg tables written by Spark's connector, merge-on-read: a row that changes is struck out where it lies.
+"""Write Iceberg tables with Spark's connector, merge-on-read: a changed row is marked deleted in its file.
 
-The position stands in the summary of each snapshot (`tables/iceberg/commit_log.py`), and a commit is a compare-and-
-swap (`spark/writers/iceberg_commits.py`): what Spark writes is staged where no reader sees it, and published only if
-nobody else has committed since the table was looked at. Commits without rows, and those of files that tasks have
-written, need no staging. Everything that is known of the table without Java is asked of `tables/iceberg/table.py`."""
+The position is in the summary of each snapshot (`tables/iceberg/commit_log.py`), and a commit is a compare-and-swap
+(`spark/writers/iceberg_commits.py`). What Spark writes is staged where no reader sees it. It is published only if
+nobody else has committed since the table was read. Commits without rows, and those of files that tasks have written,
+need no staging. `tables/iceberg/table.py` reads what can be known of the table without Java.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ from tailrace.tables.staging import FILE_BYTES, StagedFile, discard, stage
 from tailrace.tables.table_errors import wrong_position
 from tailrace.tables.table_folder import SCRATCH, unreadable
 
-_SAID = "spark.sql.iceberg.snapshot-property."
-_STAGES = "spark.wap.id"
+_SUMMARY_SETTING = "spark.sql.iceberg.snapshot-property."
+_STAGING_SETTING = "spark.wap.id"
 _OVERTAKEN = re.compile(r"iceberg\.exceptions\.(CommitFailed|AlreadyExists|Validation)Exception")
 PROPERTIES = {
     "write.merge.mode": "merge-on-read",
@@ -69,24 +70,27 @@ PROPERTIES = {
     "write.delete.mode": "merge-on-read",
     # What Spark writes is staged, and published by us.
     "write.wap.enabled": "true",
-    # A task writes rows of any partition as they come: they need not be sorted first.
+    # A task writes rows of any partition in any order, so they need not be sorted first.
     "write.spark.fanout.enabled": "true",
-    # Each commit writes the table's metadata anew; without this every one would stay.
+    # Each commit writes a new metadata file. Without this setting all of them would stay.
     "write.metadata.delete-after-commit.enabled": "true",
     "write.metadata.previous-versions-max": "20",
 }
-"""Of every table of ours."""
+"""Properties of every table of ours."""
 _FILE_BYTES = "write.target-file-size-bytes"
 _SHUFFLED = "write.distribution-mode"
-"""Whether rows of one partition come to one task, so that they make one file."""
+"""Setting that sends the rows of one partition to one task, so that they make one file."""
 
 
 class SparkIcebergTable(MergedTable[OpenedIceberg]):
-    """A table of one change log; keeps the promises of `LakeTable`, but lives where its session does."""
+    """An Iceberg table of one change log, written by Spark.
+
+    It keeps the promises of `LakeTable`, except that it stays in the process of its session.
+    """
 
     connector = "Spark's Iceberg connector"
     whole_files = True
-    _plain: IcebergTable
+    _inspector: IcebergTable
 
     def __init__(
         self,
@@ -94,10 +98,10 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         path: Path,
         log_id: str,
         catalog: Catalog,
-        form: TableSpec = PLAIN_MIRROR,
+        spec: TableSpec = PLAIN_MIRROR,
         file_bytes: int = FILE_BYTES,
     ) -> None:
-        super().__init__(spark, path, form, IcebergTable(path, log_id, catalog, form))
+        super().__init__(spark, path, spec, IcebergTable(path, log_id, catalog, spec))
         for name, value in catalog_settings(catalog).items():
             self.session.conf.set(name, value)
         self._log_id, self._version, self._file_bytes = log_id, catalog.version, file_bytes
@@ -106,11 +110,11 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         self._name = ".".join(map(quoted, (SPARK_CATALOG, *catalog.levels(self._path))))
 
     def files(self) -> list[str]:
-        """The data files of the newest version, by name."""
-        if self._plain.metadata() is None:
+        """Return the names of the newest version's data files."""
+        if self._inspector.metadata() is None:
             return []
-        found = self.session.sql(f"SELECT file_path FROM {self._name}.files WHERE content = 0").collect()
-        return [row["file_path"].rpartition("/")[2] for row in found]
+        rows = self.session.sql(f"SELECT file_path FROM {self._name}.files WHERE content = 0").collect()
+        return [row["file_path"].rpartition("/")[2] for row in rows]
 
     # Loading.
 
@@ -118,26 +122,26 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         self,
         schema: TableSchema,
         batches: Iterable[pa.RecordBatch],
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         *,
         origin: LoadOrigin | None = None,
     ) -> int:
-        stored = self._form.stored_schema(schema)
+        stored = self._spec.stored_schema(schema)
         refuse_iceberg_names(stored)
-        self._plain.refuse_foreign(schema.table)
-        seen, name = self._plain.metadata(), f"load-{uuid.uuid4().hex}"
-        origin = origin or LoadOrigin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
+        self._inspector.refuse_foreign(schema.table)
+        metadata, name = self._inspector.metadata(), f"load-{uuid.uuid4().hex}"
+        origin = origin or LoadOrigin(seq=position.seq, position=str(position.position), read_at=time.time_ns() // 1000)
         files = stage(
             self._path / STAGED,
             name,
             stored,
-            with_added_columns(self._form, schema, batches, origin),
-            self._form.partition_by,
+            with_added_columns(self._spec, schema, batches, origin),
+            self._spec.partition_by,
             numbered=True,
             file_bytes=self._file_bytes,
         )
         try:
-            return self._commit_load(seen, schema, files, cursor, origin)
+            return self._commit_load(metadata, schema, files, position, origin)
         finally:
             self._discard(name)
 
@@ -145,48 +149,48 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         self,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         *,
         origin: LoadOrigin | None = None,
         kept: Sequence[Column] = (),
     ) -> int:
-        refuse_iceberg_names(self._form.stored_schema(schema))
-        self._plain.refuse_foreign(schema.table)
-        return self._commit_load(self._plain.metadata(), schema, files, cursor, origin, kept)
+        refuse_iceberg_names(self._spec.stored_schema(schema))
+        self._inspector.refuse_foreign(schema.table)
+        return self._commit_load(self._inspector.metadata(), schema, files, position, origin, kept)
 
     def _commit_load(
         self,
-        seen: IcebergMetadata | None,
+        metadata: IcebergMetadata | None,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         origin: LoadOrigin | None,
         kept: Sequence[Column] = (),
     ) -> int:
-        """Swap what was there when the table was looked at for these files."""
-        rows, landed = sum(file.rows for file in files), files_digest(files)
-        if seen is not None and landed and seen.has_in_summary(LOADED_SUMMARY_KEY, landed):
+        """Replace what the table held when it was read with these files."""
+        rows, digest = sum(file.rows for file in files), files_digest(files)
+        if metadata is not None and digest and metadata.has_in_summary(LOADED_SUMMARY_KEY, digest):
             return rows
-        stored = self._form.stored_schema(schema)
+        stored = self._spec.stored_schema(schema)
         clock = origin.read_at if origin else 0
-        position = CommitRecord(
-            log=self._log_id, applied_position=cursor, schema=schema, spec=self._form, latest_time=clock
+        record = CommitRecord(
+            log=self._log_id, applied_position=position, schema=schema, spec=self._spec, latest_time=clock
         )
-        self._replace(seen, (*stored.columns, *kept), files, position, {LOADED_SUMMARY_KEY: landed} if landed else {})
+        self._replace(metadata, (*stored.columns, *kept), files, record, {LOADED_SUMMARY_KEY: digest} if digest else {})
         return rows
 
     def _replace(
         self,
-        seen: IcebergMetadata | None,
+        metadata: IcebergMetadata | None,
         columns: Sequence[Column],
         files: Sequence[StagedFile],
-        position: CommitRecord,
-        more: Summary,
+        record: CommitRecord,
+        extra_summary: Summary,
     ) -> int:
-        """Make these staged files, with these columns numbered from one, all that the table holds."""
-        fields, by = fresh_fields(columns), self._form.partition_by
+        """Make these staged files all that the table holds, with these columns numbered from one."""
+        fields, partition_by = fresh_fields(columns), self._spec.partition_by
         try:
-            news = [
+            new_files = [
                 NewFile(
                     path=link_file(self._path / STAGED / file.path, self._path),
                     partition=values_of(file.values, columns),
@@ -197,16 +201,22 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
             raise unreadable(self._path, exc) from exc
 
         def commit(summary: Summary, properties: Properties) -> int:
-            own = {_FILE_BYTES: str(self._file_bytes), _SHUFFLED: "hash" if by else "none"}
-            said, given = {**summary, **more}, {**PROPERTIES, **own, **properties}
-            if seen is None:
-                return self._commits.create(fields, by, news, {**given, "format-version": str(self._version)}, said)
-            return self._commits.replace(seen, fields, by, news, given, said)
+            own = {_FILE_BYTES: str(self._file_bytes), _SHUFFLED: "hash" if partition_by else "none"}
+            own_summary, own_properties = {**summary, **extra_summary}, {**PROPERTIES, **own, **properties}
+            if metadata is None:
+                return self._commits.create(
+                    fields,
+                    partition_by,
+                    new_files,
+                    {**own_properties, "format-version": str(self._version)},
+                    own_summary,
+                )
+            return self._commits.replace(metadata, fields, partition_by, new_files, own_properties, own_summary)
 
         try:
-            return self._commit_with_position(position, commit)
-        except ForeignWrite:  # so that nothing of them is in the table
-            for new in news:
+            return self._commit_with_position(record, commit)
+        except ForeignWrite:  # none of these files is in the table
+            for new in new_files:
                 new.path.unlink(missing_ok=True)
             raise
 
@@ -214,46 +224,48 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         with contextlib.suppress(TailraceError):
             discard(self._path / STAGED, name)
 
-    # Shape and upkeep.
+    # Schema and upkeep.
 
     def evolve(self, recast: Recast, expected: AppliedPosition) -> WriteResult:
         table = self._opened()
-        here, old = table.commit_record.applied_position, table.commit_record.schema
-        if here == expected and old.same_with_facts(recast.schema):
-            return WriteResult(committed=False, applied_position=here)
-        if here != expected:
-            raise wrong_position(self._path, here, expected)
-        seen, own = table.metadata, recast_for_spec(self._form, recast)
-        laid = plan_columns(columns_of(seen.fields), own)
-        shape = replace(own.schema, columns=laid.columns, facts=None)
-        refuse_iceberg_names(shape)
+        applied, old = table.commit_record.applied_position, table.commit_record.schema
+        if applied == expected and old.same_with_facts(recast.schema):
+            return WriteResult(committed=False, applied_position=applied)
+        if applied != expected:
+            raise wrong_position(self._path, applied, expected)
+        metadata, own = table.metadata, recast_for_spec(self._spec, recast)
+        planned = plan_columns(columns_of(metadata.fields), own)
+        schema = replace(own.schema, columns=planned.columns, facts=None)
+        refuse_iceberg_names(schema)
         after = replace(table.commit_record, schema=recast.schema)
-        by, fields = self._form.partition_by, recast_fields(seen.fields, laid, seen.last_number)
-        # One entry in the table's metadata: no file is touched. But where the table is partitioned by what it was not,
-        # all rows are put where they belong.
-        if fields is not None and are_same(seen.fields, fields, by):
+        partition_by, fields = self._spec.partition_by, recast_fields(metadata.fields, planned, metadata.last_number)
+        # One entry in the table's metadata, and no file is rewritten. But where the table's partitions change, all rows
+        # are moved into theirs.
+        if fields is not None and are_same(metadata.fields, fields, partition_by):
             self._commit_with_position(
-                after, lambda said, given: self._commits.commit_position(seen, given, said, fields)
+                after, lambda summary, properties: self._commits.commit_position(metadata, properties, summary, fields)
             )
-            return WriteResult(committed=True, applied_position=here)
+            return WriteResult(committed=True, applied_position=applied)
         with self.scratch() as folder:
-            rows, name = recast_rows(self._read(table), laid, folder), f"recast-{uuid.uuid4().hex}"
-            refuse_misfit_rows(shape, laid.others & {*by}, rows)
+            rows, name = recast_rows(self._read(table), planned, folder), f"recast-{uuid.uuid4().hex}"
+            refuse_misfit_rows(schema, planned.others & {*partition_by}, rows)
             rows.write.parquet(str(folder / "recast"))
             try:
-                files = self._with_field_ids(shape, folder / "recast", name)
-                self._replace(seen, shape.columns, files, after, {})
+                files = self._with_field_ids(schema, folder / "recast", name)
+                self._replace(metadata, schema.columns, files, after, {})
             finally:
                 self._discard(name)
-        return WriteResult(committed=True, applied_position=here, bytes=sum(file.size for file in files))
+        return WriteResult(committed=True, applied_position=applied, bytes=sum(file.size for file in files))
 
-    def _with_field_ids(self, shape: TableSchema, folder: Path, name: str) -> list[StagedFile]:
-        """Rows in Parquet files of Spark's, which does not number what is in a list, as files that the table can
-        have."""
+    def _with_field_ids(self, schema: TableSchema, folder: Path, name: str) -> list[StagedFile]:
+        """Rewrite Spark's Parquet files as files for the table.
+
+        Spark does not number the elements of a list.
+        """
         works = [
             _RewriteWork(
-                schema=shape,
-                partition_by=self._form.partition_by,
+                schema=schema,
+                partition_by=self._spec.partition_by,
                 file=file,
                 path=self._path / STAGED,
                 name=f"{name}-{number:06d}",
@@ -261,49 +273,50 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
             )
             for number, file in enumerate(sorted(folder.glob("part-*.parquet")))
         ]
-        done = self.session.sparkContext.parallelize(works, max(len(works), 1)).map(_rewrite_file).collect()
-        return [file for files in done for file in files]
+        staged = self.session.sparkContext.parallelize(works, max(len(works), 1)).map(_rewrite_file).collect()
+        return [file for files in staged for file in files]
 
     def compact(self, upkeep: UpkeepPlan, expected: AppliedPosition) -> UpkeepResult:
         table = self._opened()
         if table.commit_record.applied_position != expected:
             raise wrong_position(self._path, table.commit_record.applied_position, expected)
-        done = UpkeepResult()
+        result = UpkeepResult()
         with self._spark_errors():
             if upkeep.file_bytes is not None:
-                joined, made, size = self._commits.compact_files(upkeep.file_bytes, FILES_MIN)
-                done = UpkeepResult(files_compacted=joined, files_written=made, bytes=size)
-        if done.files_compacted:
-            # Iceberg's own commit does not state the position; whoever forgets old snapshots must not lose it.
+                compacted, written, size = self._commits.compact_files(upkeep.file_bytes, FILES_MIN)
+                result = UpkeepResult(files_compacted=compacted, files_written=written, bytes=size)
+        if result.files_compacted:
+            # Iceberg's own commit does not state the position, which must outlive the expiry of old snapshots.
             table = self._opened()
             self._commit_with_position(
-                table.commit_record, lambda said, given: self._commits.commit_position(table.metadata, given, said)
+                table.commit_record,
+                lambda summary, properties: self._commits.commit_position(table.metadata, properties, summary),
             )
         if (age := upkeep.remove_after_seconds) is not None:
             with self._spark_errors():
                 self._commits.expire_snapshots(int((time.time() - age) * 1000))
-        return done
+        return result
 
-    # Made anew beside itself: `spark/writers/iceberg_rebuild.py`.
+    # For a rebuild: `spark/writers/iceberg_rebuild.py`.
 
     def metadata(self) -> IcebergMetadata | None:
-        """What its newest commit made of it; None if there is no table."""
-        return self._plain.metadata()
+        """Return the table's metadata as of its newest commit; None if there is no table."""
+        return self._inspector.metadata()
 
     def has_files(self, snapshot: int) -> bool:
-        """Whether all files of a snapshot are there."""
+        """Return whether all files of a snapshot exist."""
         try:
-            found = self.session.sql(f"SELECT file_path FROM {self._name}.files VERSION AS OF {snapshot}").collect()
-        except (PySparkException, Py4JJavaError):  # what lists them is gone
+            rows = self.session.sql(f"SELECT file_path FROM {self._name}.files VERSION AS OF {snapshot}").collect()
+        except (PySparkException, Py4JJavaError):  # the files that list them are gone
             return False
-        return all(local_path(row["file_path"]).exists() for row in found)
+        return all(local_path(row["file_path"]).exists() for row in rows)
 
-    def set_position(self, cursor: AppliedPosition) -> None:
-        """State another position of the same rows, in a commit."""
+    def set_position(self, position: AppliedPosition) -> None:
+        """Commit another position of the same rows."""
         table = self._opened()
-        after = replace(table.commit_record, applied_position=cursor)
+        after = replace(table.commit_record, applied_position=position)
         self._commit_with_position(
-            after, lambda said, given: self._commits.commit_position(table.metadata, given, said)
+            after, lambda summary, properties: self._commits.commit_position(table.metadata, properties, summary)
         )
 
     @property
@@ -311,14 +324,14 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         return self._commits
 
     def run_swap(self, commit: Callable[[], None]) -> None:
-        """Run what commits and states the position by itself, with errors of ours."""
+        """Run a commit that states the position on its own, with errors mapped to ours."""
         try:
             with self._spark_errors():
                 commit()
         except Overtaken as exc:
             raise self._overtaken() from exc
 
-    # What is Iceberg's own.
+    # Iceberg's part of a write.
 
     def _sql_name(self, table: OpenedIceberg) -> str:
         return self._name
@@ -332,19 +345,19 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
     def _scratch(self) -> Path:
         return self._path / SCRATCH
 
-    def _was_overtaken(self, said: str) -> bool:
-        return _OVERTAKEN.search(said) is not None
+    def _was_overtaken(self, message: str) -> bool:
+        return _OVERTAKEN.search(message) is not None
 
     def _read(self, table: OpenedIceberg) -> DataFrame:
         return self.session.sql(f"SELECT * FROM {self._name} VERSION AS OF {table.metadata.snapshot}")
 
     def _save(self, table: OpenedIceberg, rows: DataFrame, mode: str) -> None:
-        there = self.session.table(self._name).schema
+        stored = self.session.table(self._name).schema
         columns = [
             column_named(field.name)
             if field.name in rows.columns
             else f.lit(None).cast(field.dataType).alias(field.name)
-            for field in there
+            for field in stored
         ]
         writer = rows.select(*columns).writeTo(self._name)
         if mode == "append":
@@ -354,14 +367,14 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
 
     # Commits.
 
-    def _commit(self, table: OpenedIceberg, position: CommitRecord, write: Callable[[], None]) -> int:
+    def _commit(self, table: OpenedIceberg, record: CommitRecord, write: Callable[[], None]) -> int:
         def commit(summary: Summary, properties: Properties) -> int:
             with self._staging_as(summary) as token:
                 try:
                     write()
                 except (PySparkException, Py4JError) as exc:
-                    if self._plain.version() != table.metadata.snapshot:
-                        raise Overtaken from exc  # whoever was first has tidied up after us, too
+                    if self._inspector.version() != table.metadata.snapshot:
+                        raise Overtaken from exc  # the other writer has removed our files, too
                     raise
                 number = self._commits.staged_snapshot(token)
             self._last = number, self._commits.sync(number)
@@ -369,12 +382,12 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
             self._commits.publish(table.metadata, number, properties)
             return number
 
-        return self._commit_with_position(position, commit)
+        return self._commit_with_position(record, commit)
 
-    def _commit_with_position(self, position: CommitRecord, commit: Callable[[Summary, Properties], int]) -> int:
-        """Make the one commit that says the position; the number of its snapshot."""
+    def _commit_with_position(self, record: CommitRecord, commit: Callable[[Summary, Properties], int]) -> int:
+        """Make the one commit that states the position; return the number of its snapshot."""
         failpoints.hit("table.before_commit")
-        summary, properties = summary_and_properties(position, uuid.uuid4().hex)
+        summary, properties = summary_and_properties(record, uuid.uuid4().hex)
         try:
             with self._spark_errors():
                 number = commit(summary, properties)
@@ -387,26 +400,26 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
 
     @contextlib.contextmanager
     def _staging_as(self, summary: Summary) -> Iterator[str]:
-        """What is written meanwhile is staged, and says this."""
+        """Stage what is written meanwhile, with this summary."""
         conf, token = self.session.conf, summary[TOKEN]
-        said = {**{_SAID + name: value for name, value in summary.items()}, _STAGES: token}
-        for name, value in said.items():
+        settings = {**{_SUMMARY_SETTING + name: value for name, value in summary.items()}, _STAGING_SETTING: token}
+        for name, value in settings.items():
             conf.set(name, value)
         try:
             yield token
         finally:
-            for name in said:
+            for name in settings:
                 conf.unset(name)
 
     def _make_durable(self, version: int) -> CommitFiles:
         number, written = self._last
-        assert number == version, "what was just committed, and on disk before it was published"
+        assert number == version, "only the last commit, which was on disk before it was published"
         return written
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RewriteWork:
-    """A file whose rows are to be written once more."""
+    """A file whose rows are to be written again."""
 
     schema: TableSchema
     partition_by: tuple[str, ...]
@@ -420,7 +433,7 @@ def _rewrite_file(work: _RewriteWork) -> tuple[StagedFile, ...]:
     fields = pa.schema(work.schema.row_fields())
     with pq.ParquetFile(work.file) as source:
         rows = (pa.Table.from_batches([batch]).cast(fields).to_batches() for batch in source.iter_batches())
-        anew = (batch for some in rows for batch in some)
+        batches = (batch for parts in rows for batch in parts)
         return stage(
-            work.path, work.name, work.schema, anew, work.partition_by, numbered=True, file_bytes=work.file_bytes
+            work.path, work.name, work.schema, batches, work.partition_by, numbered=True, file_bytes=work.file_bytes
         )

@@ -1,6 +1,7 @@
-"""What a table's form asks of Spark's connector: how its rows are merged, and how they differ from what a load read.
+"""Build the statements and frames with which Spark writes a table: its merges, and what a load changes.
 
-The rows are those that `tables/fold/by_mode.py` makes, of the lake table's own shape. Nothing here runs a job.
+The rows are those of `tables/fold/by_mode.py`, with the lake table's own schema. Nothing here runs a job, except
+`remove_copies`.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from tailrace.tables.spec import CURRENT, VALID_FROM, VALID_TO, TableMode, Table
 
 
 def quoted(name: str) -> str:
-    """A column's name as Spark's SQL has it, verbatim."""
+    """Return a column's name as Spark's SQL has it, verbatim."""
     return "`" + name.replace("`", "``") + "`"
 
 
 def table_at(folder: Path) -> str:
-    """A Delta table as Spark's SQL names it."""
+    """Return the name of a Delta table in Spark's SQL."""
     return f"delta.{quoted(str(folder))}"
 
 
 def column_named(name: str) -> SparkColumn:
-    """A column by its very name."""
+    """Return the column with exactly this name."""
     return f.col(quoted(name))
 
 
 def own_columns(schema: TableSchema) -> list[str]:
-    """The names of the table's own columns in folded rows."""
+    """Return the names of the table's own columns in folded rows."""
     return [f"c{i}" for i in range(len(schema.columns))]
 
 
 def all_of(conditions: Sequence[SparkColumn]) -> SparkColumn:
-    """One condition of several."""
+    """Return one condition that holds if all these hold."""
     whole = conditions[0]
     for condition in conditions[1:]:
         whole = whole & condition
@@ -51,17 +52,20 @@ def all_of(conditions: Sequence[SparkColumn]) -> SparkColumn:
 
 
 def comparable_bits(value: SparkColumn, column: Column) -> SparkColumn:
-    """To compare images by: 0.0 is not -0.0 there, and Spark takes them for equal."""
+    """Return a value to compare rows by: 0.0 differs from -0.0 in it, which Spark takes for equal."""
     kind = column.type.value_type if pa.types.is_list(column.type) else column.type
     return value.cast("string") if pa.types.is_floating(kind) else value
 
 
 def as_table_rows(schema: TableSchema, rows: DataFrame) -> DataFrame:
-    """The folded rows that come, under the table's own names; a row of a keyless table as often as it came."""
-    came = rows.where(f.col("op") == UPSERT)
+    """Return the folded rows to write, under the table's own names.
+
+    A row of a keyless table is repeated for each copy.
+    """
+    upserts = rows.where(f.col("op") == UPSERT)
     if not schema.key:
-        came = came.withColumn("copy", f.explode(f.sequence(f.lit(1), f.col("copies").cast("int"))))
-    return came.select(*(f.col(f"c{i}").alias(column.name) for i, column in enumerate(schema.columns)))
+        upserts = upserts.withColumn("copy", f.explode(f.sequence(f.lit(1), f.col("copies").cast("int"))))
+    return upserts.select(*(f.col(f"c{i}").alias(column.name) for i, column in enumerate(schema.columns)))
 
 
 def mirror_merge_sql(
@@ -74,31 +78,33 @@ def mirror_merge_sql(
     matched: str = "",
     also: str = "",
 ) -> str:
-    """The merge of a view's rows `c0…cN` and `op` into a table; where a flag `k<i>` is set its own row keeps its value.
-    Columns that are emptied have null in rows that change. `matched` is what else is done with rows that are there,
-    `also` what else is known of them."""
+    """Return the merge of a view's rows `c0…cN` and `op` into a table.
+
+    Where a flag `k<i>` is set, the table's own row keeps its value. Columns in `emptied` become null in rows that
+    change. `matched` has further actions for matched rows, `also` a further condition on them.
+    """
     names = [quoted(column.name) for column in schema.columns]
-    over = ", ".join(
+    assignments = ", ".join(
         f"{name} = CASE WHEN s.k{i} THEN t.{name} ELSE s.c{i} END" if i in kept else f"{name} = s.c{i}"
         for i, name in enumerate(names)
     )
-    over += "".join(f", {quoted(name)} = NULL" for name in emptied)
+    assignments += "".join(f", {quoted(name)} = NULL" for name in emptied)
     return (
         f"MERGE INTO {target} t USING {view} s"
         f" ON {' AND '.join(f't.{names[i]} = s.c{i}' for i in key_ordinals(schema))}{also}"
         f" WHEN MATCHED AND s.op = {DELETE} THEN DELETE"
-        f" WHEN MATCHED AND s.op = {UPSERT} THEN UPDATE SET {over}{matched}"
+        f" WHEN MATCHED AND s.op = {UPSERT} THEN UPDATE SET {assignments}{matched}"
         f" WHEN NOT MATCHED AND s.op = {UPSERT} THEN INSERT ({', '.join(names)})"
         f" VALUES ({', '.join(f's.c{i}' for i in range(len(names)))})"
     )
 
 
 REINSERTED = "back"
-"""Beside the rows of a difference: whether a row that goes comes again, changed."""
+"""Column of a difference's rows: whether a row that is removed is inserted again, changed."""
 
 
 def merge_sql_for(
-    form: TableSpec,
+    spec: TableSpec,
     stored: TableSchema,
     target: str,
     view: str,
@@ -107,35 +113,41 @@ def merge_sql_for(
     ended: TruncateEffect | None = None,
     also: str = "",
 ) -> str:
-    """The merge of a view's rows into a table of the form; `kept`, `emptied` and `also` are as `merge_statement` has
-    them."""
-    if form.mode is TableMode.HISTORY:
+    """Return the merge of a view's rows into a table with this table spec.
+
+    `kept`, `emptied` and `also` are as in `mirror_merge_sql`.
+    """
+    if spec.mode is TableMode.HISTORY:
         return _merge_versions(stored, target, view, ended, also)
-    if not form.soft_delete:
+    if not spec.soft_delete:
         return mirror_merge_sql(stored, target, view, kept, emptied, also=also)
-    there = f"NOT t.{quoted(form.deleted_column)}"
-    said = {column.name: f"s.c{stored.names.index(column.name)}" for column in form.added_columns}
-    marks = f" WHEN MATCHED AND s.op = {MARK_DELETED} AND {there} THEN UPDATE SET {_assigned(said)}"
+    not_deleted = f"NOT t.{quoted(spec.deleted_column)}"
+    metadata = {column.name: f"s.c{stored.names.index(column.name)}" for column in spec.added_columns}
+    marks = f" WHEN MATCHED AND s.op = {MARK_DELETED} AND {not_deleted} THEN UPDATE SET {_assigned(metadata)}"
     statement = mirror_merge_sql(stored, target, view, kept, emptied, matched=marks, also=also)
     if ended is not None:
-        statement += f" WHEN NOT MATCHED BY SOURCE AND {there} THEN UPDATE SET {_assigned(_literals(ended.values))}"
+        statement += (
+            f" WHEN NOT MATCHED BY SOURCE AND {not_deleted} THEN UPDATE SET {_assigned(_literals(ended.values))}"
+        )
     return statement
 
 
 def _merge_versions(stored: TableSchema, target: str, view: str, ended: TruncateEffect | None, also: str) -> str:
-    """What comes in stands beside what is there; of that only current versions end, or go if what ends them is the
-    transaction that they are from."""
-    places = {name: f"s.c{i}" for i, name in enumerate(stored.names)}
+    """Return the merge into a history: new versions are added, and current versions end.
+
+    A current version is removed instead if the transaction that ends it also made it.
+    """
+    expressions = {name: f"s.c{i}" for i, name in enumerate(stored.names)}
     keys = [stored.names[i] for i in key_ordinals(stored)]
     tx, current = f"t.{quoted(change.TX)}", f"t.{quoted(CURRENT)}"
     statement = (
         f"MERGE INTO {target} t USING {view} s"
-        f" ON {' AND '.join(f't.{quoted(name)} = {places[name]}' for name in keys)}"
+        f" ON {' AND '.join(f't.{quoted(name)} = {expressions[name]}' for name in keys)}"
         f" AND {current} AND s.op = {END_VERSION}{also}"
-        f" WHEN MATCHED AND {tx} = {places[change.TX]} THEN DELETE"
-        f" WHEN MATCHED THEN UPDATE SET {_assigned({VALID_TO: places[VALID_TO], CURRENT: 'false'})}"
-        f" WHEN NOT MATCHED AND s.op = {UPSERT} THEN INSERT ({', '.join(map(quoted, places))})"
-        f" VALUES ({', '.join(places.values())})"
+        f" WHEN MATCHED AND {tx} = {expressions[change.TX]} THEN DELETE"
+        f" WHEN MATCHED THEN UPDATE SET {_assigned({VALID_TO: expressions[VALID_TO], CURRENT: 'false'})}"
+        f" WHEN NOT MATCHED AND s.op = {UPSERT} THEN INSERT ({', '.join(map(quoted, expressions))})"
+        f" VALUES ({', '.join(expressions.values())})"
     )
     if ended is not None:
         statement += (
@@ -146,8 +158,10 @@ def _merge_versions(stored: TableSchema, target: str, view: str, ended: Truncate
 
 
 def partition_condition(stored: TableSchema, partitions: Mapping[str, Collection[str] | None]) -> str:
-    """What else is true of rows of the table that a merge is about, as a condition to follow others: Spark passes over
-    partitions that do not meet it, which it does not find out by itself from the rows that come."""
+    """Return a condition on the table's rows that a merge is about, to follow other conditions.
+
+    Spark skips partitions that do not meet it. It does not derive that from the merge's rows.
+    """
     kinds = {field.name: field.dataType.simpleString() for field in spark_schema(pa.schema(stored.row_fields()))}
     return "".join(
         f" AND t.{quoted(name)} IN ({', '.join(_typed(text, kinds[name]) for text in sorted(texts))})"
@@ -157,7 +171,7 @@ def partition_condition(stored: TableSchema, partitions: Mapping[str, Collection
 
 
 def _typed(text: str, kind: str) -> str:
-    """A value by its text, whatever that holds."""
+    """Return SQL for a value by its text, which may contain anything."""
     return f"CAST(CAST(X'{text.encode().hex()}' AS STRING) AS {kind})"
 
 
@@ -170,27 +184,27 @@ def _literals(values: Mapping[str, pa.Scalar]) -> dict[str, str]:
 
 
 def _literal(value: pa.Scalar) -> str:
-    """A value as Spark's SQL. An instant by its number: a text would be read in the session's time zone."""
+    """Return a value as Spark's SQL. An instant is a number: a text would be read in the session's time zone."""
     if not value.is_valid:
         return "NULL"
     if pa.types.is_timestamp(value.type):
         return f"timestamp_micros({value.value})"
     if pa.types.is_boolean(value.type):
         return str(value.as_py()).lower()
-    said = value.as_py()
-    return str(said) if isinstance(said, int) else "'" + str(said).replace("\\", "\\\\").replace("'", "\\'") + "'"
+    raw = value.as_py()
+    return str(raw) if isinstance(raw, int) else "'" + str(raw).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def not_before_clock(stored: TableSchema, rows: DataFrame, clock: int) -> DataFrame:
-    """Folded rows of a history with no time before the clock."""
+    """Return folded rows of a history with no time before the clock."""
     for name in (VALID_FROM, VALID_TO):
-        place = f"c{stored.names.index(name)}"
-        rows = rows.withColumn(place, _at_least(f.col(place), f.timestamp_micros(f.lit(clock))))
+        column = f"c{stored.names.index(name)}"
+        rows = rows.withColumn(column, _at_least(f.col(column), f.timestamp_micros(f.lit(clock))))
     return rows
 
 
 def _at_least(column: SparkColumn, least: SparkColumn) -> SparkColumn:
-    """Null stays null."""
+    """Return the column, raised to a least value. Null stays null."""
     return f.when(column < least, least).otherwise(column)
 
 
@@ -200,64 +214,72 @@ def rows_to_change(
     table: DataFrame,
     staged: DataFrame,
     listed: DataFrame | None,
-    keeping: RetirementRule | None = None,
+    retirement: RetirementRule | None = None,
 ) -> DataFrame:
-    """What must be written and what must go, so that a table holds the staged rows, as a merge takes it; and whether
-    a row that goes comes again. Only the first `counts` columns tell whether two rows are the same. With `listed` keys,
-    rows of the table that are not staged stay if their key is listed."""
-    columns, own = stored.columns, key_ordinals(stored)
+    """Return what a merge must write and remove, so that a table holds the staged rows.
+
+    The column `back` says whether a row that is removed is inserted again. Only the first `counts` columns decide
+    whether two rows are the same. With `listed` keys, rows of the table that are not staged stay if their key is
+    listed.
+    """
+    columns, key = stored.columns, key_ordinals(stored)
     staged = staged.select(*(column_named(c.name).alias(f"c{i}") for i, c in enumerate(columns)))
-    there = table.select(*(column_named(c.name).alias(f"t{i}") for i, c in enumerate(columns)))
-    there = there.withColumn("there", f.lit(True))
-    flag = f.col(f"t{stored.names.index(keeping.flag)}") if keeping is not None else f.lit(False)
-    if keeping is not None and not keeping.replaces:
-        there = there.where(flag != f.lit(keeping.retired_value))
-    same_key = [f.col(f"c{i}") == f.col(f"t{i}") for i in own]
-    same = all_of(
+    existing = table.select(*(column_named(c.name).alias(f"t{i}") for i, c in enumerate(columns)))
+    existing = existing.withColumn("there", f.lit(True))
+    flag = f.col(f"t{stored.names.index(retirement.flag)}") if retirement is not None else f.lit(False)
+    if retirement is not None and not retirement.replaces:
+        existing = existing.where(flag != f.lit(retirement.retired_value))
+    same_key = [f.col(f"c{i}") == f.col(f"t{i}") for i in key]
+    is_same = all_of(
         [
             comparable_bits(f.col(f"c{i}"), c).eqNullSafe(comparable_bits(f.col(f"t{i}"), c))
             for i, c in enumerate(columns[:counts])
         ]
     )
-    came = staged.join(there, same_key, "left").where(f.col("there").isNull() | ~same)
-    gone = there.join(staged, same_key, "left_anti")
+    changed_rows = staged.join(existing, same_key, "left").where(f.col("there").isNull() | ~is_same)
+    removed = existing.join(staged, same_key, "left_anti")
     if listed is not None:
-        listed = listed.select(*(column_named(columns[i].name).alias(f"l{i}") for i in own))
-        gone = gone.join(listed, [f.col(f"t{i}") == f.col(f"l{i}") for i in own], "left_anti")
-    if keeping is None:
-        return _upserts(stored, came).unionByName(_removals(stored, gone, DELETE))
-    upserts, values = _upserts(stored, came, keeping.least), keeping.values
-    if keeping.replaces:
+        listed = listed.select(*(column_named(columns[i].name).alias(f"l{i}") for i in key))
+        removed = removed.join(listed, [f.col(f"t{i}") == f.col(f"l{i}") for i in key], "left_anti")
+    if retirement is None:
+        return _upserts(stored, changed_rows).unionByName(_removals(stored, removed, DELETE))
+    upserts, values = _upserts(stored, changed_rows, retirement.least), retirement.values
+    if retirement.replaces:
         return upserts.unionByName(
-            _removals(stored, gone.where(flag != f.lit(keeping.retired_value)), MARK_DELETED, values)
+            _removals(stored, removed.where(flag != f.lit(retirement.retired_value)), MARK_DELETED, values)
         )
-    changed = there.join(staged, same_key).where(~same)
-    ends = _removals(stored, gone, END_VERSION, values).unionByName(
+    changed = existing.join(staged, same_key).where(~is_same)
+    ends = _removals(stored, removed, END_VERSION, values).unionByName(
         _removals(stored, changed, END_VERSION, values, back=True)
     )
     return upserts.unionByName(ends)
 
 
 def _upserts(stored: TableSchema, rows: DataFrame, least: Mapping[str, pa.Scalar] | None = None) -> DataFrame:
-    lifted = [
-        _at_least(f.col(place), f.expr(_literal(least[name]))).alias(place) if least and name in least else f.col(place)
-        for place, name in zip(own_columns(stored), stored.names, strict=True)
+    values = [
+        _at_least(f.col(column), f.expr(_literal(least[name]))).alias(column)
+        if least and name in least
+        else f.col(column)
+        for column, name in zip(own_columns(stored), stored.names, strict=True)
     ]
-    return rows.select(*lifted, _op(UPSERT), f.lit(False).alias(REINSERTED))
+    return rows.select(*values, _op(UPSERT), f.lit(False).alias(REINSERTED))
 
 
 def _removals(
     stored: TableSchema, rows: DataFrame, op: int, values: Mapping[str, pa.Scalar] | None = None, *, back: bool = False
 ) -> DataFrame:
-    """Rows that go under their keys; what is written into them where they stay all the same, and nothing else."""
-    places = {}
+    """Return rows to remove, under their keys, with nothing else in them but `values`.
+
+    The values are written into rows that stay all the same.
+    """
+    expressions = {}
     for i, column in enumerate(stored.columns):
-        known = values is None or column.name in stored.key
-        places[i] = f.col(f"t{i}") if known else f.lit(None).cast(rows.schema[f"t{i}"].dataType)
+        is_kept = values is None or column.name in stored.key
+        expressions[i] = f.col(f"t{i}") if is_kept else f.lit(None).cast(rows.schema[f"t{i}"].dataType)
         if values is not None and column.name in values:
-            places[i] = f.expr(_literal(values[column.name])).cast(rows.schema[f"t{i}"].dataType)
-    own = [value.alias(f"c{i}") for i, value in places.items()]
-    return rows.select(*own, _op(op), f.lit(back).alias(REINSERTED))
+            expressions[i] = f.expr(_literal(values[column.name])).cast(rows.schema[f"t{i}"].dataType)
+    columns = [value.alias(f"c{i}") for i, value in expressions.items()]
+    return rows.select(*columns, _op(op), f.lit(back).alias(REINSERTED))
 
 
 def _op(kind: int) -> SparkColumn:
@@ -267,28 +289,30 @@ def _op(kind: int) -> SparkColumn:
 def remove_copies(
     schema: TableSchema, table: DataFrame, rows: DataFrame, keep: Callable[[DataFrame], DataFrame]
 ) -> DataFrame:
-    """The table's rows less so many copies of each image among the folded rows; too few of one is an error. `keep` has
-    rows stay as they are, however often they are asked for."""
-    there = table.select(*(column_named(c.name).alias(f"t{i}") for i, c in enumerate(schema.columns)))
-    gone = keep(rows.where(f.col("op") == DELETE).withColumn("image", f.monotonically_increasing_id()))
-    same = [
+    """Return the table's rows without as many copies of each image as the folded rows say.
+
+    Too few copies of one are an error. `keep` makes rows stay the same, however often they are read.
+    """
+    existing = table.select(*(column_named(c.name).alias(f"t{i}") for i, c in enumerate(schema.columns)))
+    removals = keep(rows.where(f.col("op") == DELETE).withColumn("image", f.monotonically_increasing_id()))
+    is_same = [
         comparable_bits(f.col(f"t{i}"), c).eqNullSafe(comparable_bits(f.col(f"c{i}"), c))
         for i, c in enumerate(schema.columns)
     ]
-    joined = there.join(gone.select(*(f"c{i}" for i in range(len(same))), "image", "copies"), same, "left")
+    joined = existing.join(removals.select(*(f"c{i}" for i in range(len(is_same))), "image", "copies"), is_same, "left")
     number = "row_number() OVER (PARTITION BY image ORDER BY image) AS n"
-    # Which of equal rows goes is all the same, but it must stay the same.
+    # It does not matter which of equal rows is removed, but it must always be the same one.
     numbered = keep(joined.where("image IS NOT NULL").selectExpr("*", number))
-    dropped = f.col("n") <= -f.col("copies")
-    wanted = gone.agg(f.coalesce(-f.sum("copies"), f.lit(0))).first()
-    found = numbered.where(dropped).count()
-    assert wanted is not None, "an aggregate"
-    if found < wanted[0]:
+    is_removed = f.col("n") <= -f.col("copies")
+    requested = removals.agg(f.coalesce(-f.sum("copies"), f.lit(0))).first()
+    removed = numbered.where(is_removed).count()
+    assert requested is not None, "an aggregate"
+    if removed < requested[0]:
         raise BaseRowMissing(
             "rows to be removed are not in the table",
             table=schema.table,
-            rows=int(wanted[0]) - found,
+            rows=int(requested[0]) - removed,
             hint=RELOAD_TABLE_HINT,
         )
-    kept = joined.where("image IS NULL").unionByName(numbered.where(~dropped).drop("n"))
+    kept = joined.where("image IS NULL").unionByName(numbered.where(~is_removed).drop("n"))
     return kept.select(*(f.col(f"t{i}").alias(c.name) for i, c in enumerate(schema.columns)))

@@ -1,9 +1,10 @@
-"""Folded rows put into a Delta table: the files that hold a row concerned are written anew, the others stay.
+"""Plan a copy-on-write merge of folded rows into a Delta table.
 
-Two passes. The first reads the key's columns alone, of those files whose bounds do not exclude every key, and finds
-what becomes of which row; the second copies the rows of the files where there is any such. Memory holds the folded
-rows, the numbers of the rows concerned and a few row groups. Sameness of keys is what `identity` says, as in the fold.
-Without a key rows are told apart by all they hold; where every row comes in besides no file is read.
+Files that hold an affected row are rewritten, the others stay. There are two passes. The first reads only the key's
+columns, of files whose bounds do not exclude every key, and decides what to do with each row. The second copies the
+rows of files with affected rows. Memory holds the folded rows, the numbers of affected rows and a few row groups. Keys
+are compared as in `row_ids`, like in the fold. Without a key, rows are compared by all their values. If rows are only
+added, no file is read.
 """
 
 from __future__ import annotations
@@ -43,55 +44,57 @@ from tailrace.tables.partitions import PartitionValues
 from tailrace.tables.spec import CURRENT, VALID_TO, TableMode, TableSpec
 
 _REPLACED, _AMENDED, _GONE = 0, 1, 2
-"""What becomes of a row of the table; one that is amended takes only the columns that its form adds."""
+"""The fates of a table row. An amended row takes only the columns that the table spec adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Concerned:
-    """The rows of one file that do not stay as they are, in the file's order."""
+class _AffectedRows:
+    """The rows of one file that change, in the file's order."""
 
     rows: Ints
     fates: npt.NDArray[np.int8]
     sources: Ints
-    """The row of the source that each takes its values from."""
+    """The source row that each takes its values from."""
 
-    def within(self, start: int, count: int) -> _Concerned | None:
-        """Those among so many rows, counted from the first of them."""
+    def within(self, start: int, count: int) -> _AffectedRows | None:
+        """Return those among `count` rows from `start`, counted from there."""
         low, high = np.searchsorted(self.rows, [start, start + count]).tolist()
         if low == high:
             return None
-        return _Concerned(rows=self.rows[low:high] - start, fates=self.fates[low:high], sources=self.sources[low:high])
+        return _AffectedRows(
+            rows=self.rows[low:high] - start, fates=self.fates[low:high], sources=self.sources[low:high]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewritePlan:
-    """What becomes of a table; `plan` makes it."""
+    """The changes to a table; made by `plan_rewrite`."""
 
     folder: Path
     stored: TableSchema
-    """The columns of the table, those included that only it has: they stay with the rows that stay."""
+    """The table's columns, including retained ones, which stay with the rows that stay."""
     source: _FoldedSource
-    files: Mapping[str, _Concerned]
-    """Those to be written anew, smallest first,"""
+    files: Mapping[str, _AffectedRows]
+    """The files to be rewritten, smallest first, with their affected rows."""
     removed_files: Sequence[str]
-    """all that the table then holds no more,"""
+    """All files that the commit removes."""
     inserted_rows: Ints
-    """and the source's rows that come in besides."""
+    """The source's rows that are new."""
     partition_values: PartitionValues
-    """What is not in the files, because all rows of a partition have it."""
+    """Values that are not in the files because all rows of a partition share them."""
 
     def parts(self) -> Iterator[Iterator[pa.RecordBatch]]:
-        """What to write: the rows of each file, and with the first those that come in."""
-        for number, (name, concerned) in enumerate(self.files.items()):
-            yield self._copied(name, concerned, with_fresh=number == 0)
+        """Yield what to write: the rows of each rewritten file, and new rows."""
+        for number, (name, affected) in enumerate(self.files.items()):
+            yield self._copied(name, affected, with_fresh=number == 0)
         if self.inserted_rows.size and not self.files:
             yield self._fresh()
 
-    def _copied(self, name: str, concerned: _Concerned, *, with_fresh: bool) -> Iterator[pa.RecordBatch]:
+    def _copied(self, name: str, affected: _AffectedRows, *, with_fresh: bool) -> Iterator[pa.RecordBatch]:
         start = 0
         for batch in read_rows(self.folder / name, self.stored.columns, self.partition_values.get(name, {})):
-            here = concerned.within(start, batch.num_rows)
-            yield batch if here is None else self.source.put_into(batch, here)
+            part = affected.within(start, batch.num_rows)
+            yield batch if part is None else self.source.put_into(batch, part)
             start += batch.num_rows
         if with_fresh:
             yield from self._fresh()
@@ -107,25 +110,25 @@ class RewritePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class _FoldedSource:
-    """The folded rows as they are put into a table."""
+    """The folded rows as they are written into a table."""
 
     own: pa.Table
-    """The columns of the shape,"""
+    """The columns of the schema."""
     operations: npt.NDArray[np.int8]
     keeps: Mapping[int, Flags]
-    """of those whose value the table's own row may keep where it does,"""
+    """Flags, by ordinal, of rows for which the table's own row keeps its value."""
     added: frozenset[int]
-    """and those that an amended row takes."""
+    """Ordinals of the columns that an amended row takes."""
     ended: int | None
-    """The row that every row is amended with which no other is about; no row of its own."""
+    """The source row for table rows that no other one concerns; not a new row itself."""
 
     @classmethod
-    def of(cls, form: TableSpec, schema: TableSchema, table: DeltaTable, folded: FoldedChanges) -> _FoldedSource:
-        history = form.mode is TableMode.HISTORY
+    def of(cls, spec: TableSpec, schema: TableSchema, table: DeltaTable, folded: FoldedChanges) -> _FoldedSource:
+        history = spec.mode is TableMode.HISTORY
         rows, kept = merge_source(schema, table, folded.rows, only=CURRENT if history else None)
         rows = rows.combine_chunks()
         own = rows.select(range(len(schema.columns)))
-        added = {VALID_TO, CURRENT} if history else {column.name for column in form.added_columns}
+        added = {VALID_TO, CURRENT} if history else {column.name for column in spec.added_columns}
         return cls(
             own=own
             if folded.truncate_effect is None
@@ -138,38 +141,38 @@ class _FoldedSource:
 
     @classmethod
     def plain(cls, schema: TableSchema, folded: FoldedChanges) -> _FoldedSource:
-        """Rows that take no value from the table; one that lacks some is an error."""
+        """Return rows that take no value from the table; refuse partial rows."""
         if folded.partial:
             raise base_row_missing(schema, folded.rows.column("absent").is_null().to_numpy())
         own = folded.rows.select(range(len(schema.columns))).combine_chunks()
         return cls(own=own, operations=operations(folded), keeps={}, added=frozenset(), ended=None)
 
-    def put_into(self, batch: pa.RecordBatch, concerned: _Concerned) -> pa.RecordBatch:
-        """The rows of a file's batch as they are to be."""
-        lives = concerned.fates != _GONE
+    def put_into(self, batch: pa.RecordBatch, affected: _AffectedRows) -> pa.RecordBatch:
+        """Return the rows of a file's batch after the merge."""
+        remains = affected.fates != _GONE
         stays = np.ones(batch.num_rows, np.bool_)
-        stays[concerned.rows[~lives]] = False
-        rows, sources = concerned.rows[lives], concerned.sources[lives]
-        replaced = concerned.fates[lives] == _REPLACED
+        stays[affected.rows[~remains]] = False
+        rows, sources = affected.rows[remains], affected.sources[remains]
+        replaced = affected.fates[remains] == _REPLACED
         own = self.own.take(pa.array(sources))
 
-        def places(takes: Flags) -> Any:
-            """Where each row's value stands: among the batch's own or, after them, among those that come."""
+        def value_indices(takes: Flags) -> Any:
+            """Return the index of each row's value: in the batch or, after it, in the source rows."""
             found = np.arange(batch.num_rows)
             found[rows[takes]] = batch.num_rows + np.flatnonzero(takes)
             return pa.array(found[stays])
 
-        usual, unchanged = places(replaced), places(np.zeros(rows.size, np.bool_))
+        usual, unchanged = value_indices(replaced), value_indices(np.zeros(rows.size, np.bool_))
         columns = []
         for ordinal, column in enumerate(batch.columns):
             if ordinal >= own.num_columns:
                 columns.append(column.take(unchanged))
                 continue
-            at = usual
+            indices = usual
             if ordinal in self.keeps or ordinal in self.added:
                 takes = replaced | (ordinal in self.added)
-                at = places(takes & ~self.keeps[ordinal][sources] if ordinal in self.keeps else takes)
-            columns.append(pa.concat_arrays([column, *own.column(ordinal).chunks]).take(at))
+                indices = value_indices(takes & ~self.keeps[ordinal][sources] if ordinal in self.keeps else takes)
+            columns.append(pa.concat_arrays([column, *own.column(ordinal).chunks]).take(indices))
         return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
@@ -182,51 +185,54 @@ def _ended_row(schema: TableSchema, fields: pa.Schema, ended: TruncateEffect) ->
 
 
 def plan_rewrite(
-    form: TableSpec, schema: TableSchema, folder: Path, table: DeltaTable, folded: FoldedChanges
+    spec: TableSpec, schema: TableSchema, folder: Path, table: DeltaTable, folded: FoldedChanges
 ) -> RewritePlan:
-    """Find the rows that rows of the table's own shape concern. The files are as the table was opened."""
+    """Find the table rows that the folded rows affect.
+
+    The folded rows have the table's own schema. The files are those of the version that was opened.
+    """
     rules: _MirrorRules | _HistoryRules | _KeylessRules
     if folded.truncated or not schema.key:
         rules = _KeylessRules(schema, _FoldedSource.plain(schema, folded), folded)
-    elif form.mode is TableMode.HISTORY:
-        rules = _HistoryRules(schema, _FoldedSource.of(form, schema, table, folded), folded)
+    elif spec.mode is TableMode.HISTORY:
+        rules = _HistoryRules(schema, _FoldedSource.of(spec, schema, table, folded), folded)
     else:
-        rules = _MirrorRules(form, schema, _FoldedSource.of(form, schema, table, folded))
+        rules = _MirrorRules(spec, schema, _FoldedSource.of(spec, schema, table, folded))
     adds = pa.table(table.get_add_actions(flatten=True)).sort_by("size_bytes")
     source, parts = rules.source, partition_values_of(table, adds)
     names = list(map(data_path, adds.column("path").to_pylist()))
-    files = dict[str, _Concerned]()
-    maybe = np.ones(adds.num_rows, np.bool_) if source.ended is not None else _may_hold(adds, rules.sought)
-    for name in itertools.compress(names, maybe):
+    files = dict[str, _AffectedRows]()
+    candidates = np.ones(adds.num_rows, np.bool_) if source.ended is not None else _may_hold(adds, rules.search)
+    for name in itertools.compress(names, candidates):
         shared = parts.get(name, {})
-        if rules.may_concern(shared) and (concerned := _look_at(folder / name, rules, shared)) is not None:
-            files[name] = concerned
+        if rules.may_affect(shared) and (affected := _find_affected(folder / name, rules, shared)) is not None:
+            files[name] = affected
     return RewritePlan(
         folder=folder,
         stored=replace(schema, columns=(*schema.columns, *retained_columns(table, schema)), facts=None),
         source=source,
         files=files,
         removed_files=names if folded.truncated else list(files),
-        inserted_rows=rules.fresh(),
+        inserted_rows=rules.inserted(),
         partition_values=parts,
     )
 
 
-def _look_at(
-    path: Path, rules: _MirrorRules | _HistoryRules | _KeylessRules, said: Mapping[str, pa.Scalar]
-) -> _Concerned | None:
-    """The rows of one file that are concerned; None if there are none."""
+def _find_affected(
+    path: Path, rules: _MirrorRules | _HistoryRules | _KeylessRules, shared: Mapping[str, pa.Scalar]
+) -> _AffectedRows | None:
+    """Return the affected rows of one file; None without any."""
     found, start = list[tuple[Ints, Any, Ints]](), 0
-    for piece in _pieces(read_rows(path, rules.columns, said), rules.sought.count):
-        rows, fates, sources = rules.fates(piece, rules.sought.find(piece))
+    for piece in _pieces(read_rows(path, rules.columns, shared), rules.search.count):
+        rows, fates, sources = rules.fates(piece, rules.search.find(piece))
         found.append((rows + start, fates, sources))
         start += piece.num_rows
     rows, fates, sources = (np.concatenate([part[i] for part in found] or [np.empty(0, np.int64)]) for i in range(3))
-    return _Concerned(rows=rows, fates=fates.astype(np.int8), sources=sources) if rows.size else None
+    return _AffectedRows(rows=rows, fates=fates.astype(np.int8), sources=sources) if rows.size else None
 
 
 def _pieces(batches: Iterable[pa.RecordBatch], rows_wanted: int) -> Iterator[pa.Table]:
-    """Rows in pieces large enough that looking for the wanted ones in each costs little more than reading it."""
+    """Join batches into pieces large enough to be matched efficiently."""
     pending, rows, size = list[pa.RecordBatch](), 0, 0
     for batch in batches:
         pending.append(batch)
@@ -238,8 +244,8 @@ def _pieces(batches: Iterable[pa.RecordBatch], rows_wanted: int) -> Iterator[pa.
         yield pa.Table.from_batches(pending)
 
 
-class _Sought:
-    """Keys to be found, each the key of one row of the source."""
+class _KeySearch:
+    """Keys to find, each of one source row."""
 
     def __init__(self, schema: TableSchema, own: pa.Table, which: Ints) -> None:
         self.key = [schema.columns[i] for i in key_ordinals(schema)]
@@ -248,7 +254,7 @@ class _Sought:
         self._which = which
 
     def find(self, piece: pa.Table) -> Ints:
-        """For each row the source's row with its key; -1 if there is none."""
+        """Return for each row the source row with its key; -1 without one."""
         if not self.count:
             return np.full(piece.num_rows, -1, np.int64)
         pairs = zip(self.values, self.key, strict=True)
@@ -261,8 +267,8 @@ class _Sought:
         return found
 
 
-class _Images:
-    """Rows to be found by all that they hold."""
+class _ImageSearch:
+    """Rows to find by all their values."""
 
     key: Sequence[Column] = ()
 
@@ -271,11 +277,11 @@ class _Images:
         self.values = rows.columns
 
     def find(self, piece: pa.Table) -> Ints:
-        """For each row the number of the image that it is; -1 if it is none."""
+        """Return for each row the number of its image; -1 for another one."""
         numbered = image_numbers(
             [
-                pa.chunked_array([*wanted.chunks, *there.chunks], wanted.type)
-                for wanted, there in zip(self.values, piece.columns, strict=True)
+                pa.chunked_array([*wanted.chunks, *rows_found.chunks], wanted.type)
+                for wanted, rows_found in zip(self.values, piece.columns, strict=True)
             ]
         )
         image_of = np.full(numbered.limit, -1, np.int64)
@@ -285,56 +291,58 @@ class _Images:
 
 
 class _MirrorRules:
-    """A mirror: one row for each key."""
+    """Rules for a mirror: one row per key."""
 
-    def __init__(self, form: TableSpec, schema: TableSchema, source: _FoldedSource) -> None:
-        self.sought = _Sought(schema, source.own, np.arange(source.operations.size))
-        self._mark = form.deleted_column if form.soft_delete else None
-        self.columns = [*self.sought.key, *(c for c in schema.columns if c.name == self._mark)]
+    def __init__(self, spec: TableSpec, schema: TableSchema, source: _FoldedSource) -> None:
+        self.search = _KeySearch(schema, source.own, np.arange(source.operations.size))
+        self._deleted_column = spec.deleted_column if spec.soft_delete else None
+        self.columns = [*self.search.key, *(c for c in schema.columns if c.name == self._deleted_column)]
         self.source = source
-        self._seen = np.zeros(source.operations.size, np.bool_)
+        self._matched = np.zeros(source.operations.size, np.bool_)
         self._schema = schema
 
-    def may_concern(self, _shared: Mapping[str, pa.Scalar]) -> bool:
-        """Whether rows with these values in common may be concerned."""
+    def may_affect(self, _shared: Mapping[str, pa.Scalar]) -> bool:
+        """Return whether rows with these shared values may be affected."""
         return True
 
     def fates(self, piece: pa.Table, at: Ints) -> tuple[Ints, Any, Ints]:
         rows = np.flatnonzero(at >= 0)
         operations = self.source.operations[at[rows]]
-        self._seen[at[rows]] = True
+        self._matched[at[rows]] = True
         fate_of = np.array([_REPLACED, _GONE, 0, _AMENDED], np.int8)
         fates, sources = fate_of[operations], at[rows]
-        if self._mark is None:
+        if self._deleted_column is None:
             return rows, fates, sources
-        there = ~piece.column(self._mark).to_numpy()
-        counts = (operations != MARK_DELETED) | there[rows]
+        not_deleted = ~piece.column(self._deleted_column).to_numpy()
+        counts = (operations != MARK_DELETED) | not_deleted[rows]
         rows, fates, sources = rows[counts], fates[counts], sources[counts]
         if (ended := self.source.ended) is None:
             return rows, fates, sources
-        return _also(rows, fates, sources, np.flatnonzero(there & (at < 0)), _AMENDED, ended)
+        return _with_others(rows, fates, sources, np.flatnonzero(not_deleted & (at < 0)), _AMENDED, ended)
 
-    def fresh(self) -> Ints:
-        """A row that keeps values of one that is not there is an error."""
+    def inserted(self) -> Ints:
+        """Return the new source rows; refuse rows that keep values of a missing row."""
         size = self.source.operations.size
         partial = np.logical_or.reduce([flags[:size] for flags in self.source.keeps.values()], initial=False)
-        if (lost := partial & ~self._seen).any():
+        if (lost := partial & ~self._matched).any():
             raise base_row_missing(self._schema, ~lost)
-        return np.flatnonzero((self.source.operations == UPSERT) & ~self._seen)
+        return np.flatnonzero((self.source.operations == UPSERT) & ~self._matched)
 
 
 class _HistoryRules:
-    """A history: what comes in stands beside what is there. Of that only current versions end, or go if what ends them
-    is the transaction that they are from."""
+    """Rules for a history: new versions are added to the existing ones.
+
+    Of those, only current versions end. One made by the transaction that ends it is removed instead.
+    """
 
     def __init__(self, schema: TableSchema, source: _FoldedSource, folded: FoldedChanges) -> None:
-        self.sought = _Sought(schema, source.own, np.flatnonzero(source.operations == END_VERSION))
-        self.columns = [*self.sought.key, *(c for c in schema.columns if c.name in (CURRENT, change.TX))]
+        self.search = _KeySearch(schema, source.own, np.flatnonzero(source.operations == END_VERSION))
+        self.columns = [*self.search.key, *(c for c in schema.columns if c.name in (CURRENT, change.TX))]
         self.source, self._ended = source, folded.truncate_effect
         self._txs = source.own.column(schema.names.index(change.TX)).to_numpy()
 
-    def may_concern(self, shared: Mapping[str, pa.Scalar]) -> bool:
-        """Whether rows with these values in common may be concerned."""
+    def may_affect(self, shared: Mapping[str, pa.Scalar]) -> bool:
+        """Return whether rows with these shared values may be affected."""
         return CURRENT not in shared or bool(shared[CURRENT].as_py())
 
     def fates(self, piece: pa.Table, at: Ints) -> tuple[Ints, Any, Ints]:
@@ -345,24 +353,27 @@ class _HistoryRules:
             return rows, fates, at[rows]
         others = np.flatnonzero(current & (at < 0))
         last = np.where(txs[others] == self._ended.tx, _GONE, _AMENDED)
-        return _also(rows, fates, at[rows], others, last, self.source.ended)
+        return _with_others(rows, fates, at[rows], others, last, self.source.ended)
 
-    def fresh(self) -> Ints:
+    def inserted(self) -> Ints:
         return np.flatnonzero(self.source.operations == UPSERT)
 
 
 class _KeylessRules:
-    """A table without a key: so many copies of a row go, whichever. Or one that rows come into, and nothing else."""
+    """Rules for a keyless table: remove the folded number of copies of each row, whichever they are.
+
+    Also used for tables that rows are only added to.
+    """
 
     def __init__(self, schema: TableSchema, source: _FoldedSource, folded: FoldedChanges) -> None:
         copies = folded.rows.column("copies").to_numpy()
-        goes = (copies < 0) & (not folded.truncated)
+        removes = (copies < 0) & (not folded.truncated)
         self.columns, self.source = schema.columns, source
-        self.sought = _Images(source.own.filter(pa.array(goes)))
-        self._table, self._left, self._copies = schema.table, -copies[goes], copies
+        self.search = _ImageSearch(source.own.filter(pa.array(removes)))
+        self._table, self._left, self._copies = schema.table, -copies[removes], copies
 
-    def may_concern(self, _shared: Mapping[str, pa.Scalar]) -> bool:
-        """Whether rows with these values in common may be concerned."""
+    def may_affect(self, _shared: Mapping[str, pa.Scalar]) -> bool:
+        """Return whether rows with these shared values may be affected."""
         return bool(self._left.any())
 
     def fates(self, _piece: pa.Table, at: Ints) -> tuple[Ints, Any, Ints]:
@@ -370,8 +381,8 @@ class _KeylessRules:
         self._left = self._left - np.bincount(at[rows], minlength=self._left.size)
         return rows, np.full(rows.size, _GONE), at[rows]
 
-    def fresh(self) -> Ints:
-        """Too few copies of what goes is an error."""
+    def inserted(self) -> Ints:
+        """Return the new source rows; refuse removals of missing copies."""
         if self._left.any():
             raise BaseRowMissing(
                 "rows to be removed are not in the table",
@@ -379,12 +390,12 @@ class _KeylessRules:
                 rows=int(self._left.sum()),
                 hint=RELOAD_TABLE_HINT,
             )
-        comes = self.source.operations == UPSERT
-        return np.repeat(np.flatnonzero(comes), self._copies[comes])
+        is_upsert = self.source.operations == UPSERT
+        return np.repeat(np.flatnonzero(is_upsert), self._copies[is_upsert])
 
 
 def _first_copies(image: Ints, left: Ints) -> Flags:
-    """Which rows go: of each image the first `left`."""
+    """Flag rows to remove: the first `left` of each image."""
     hits = np.flatnonzero(image >= 0)
     order = hits[np.argsort(image[hits], kind="stable")]
     sorted_images = image[order]
@@ -394,8 +405,8 @@ def _first_copies(image: Ints, left: Ints) -> Flags:
     return dropped
 
 
-def _also(rows: Ints, fates: Any, sources: Ints, others: Ints, fate: Any, source: int) -> tuple[Ints, Any, Ints]:
-    """The same with other rows among them, which one row of the source is about."""
+def _with_others(rows: Ints, fates: Any, sources: Ints, others: Ints, fate: Any, source: int) -> tuple[Ints, Any, Ints]:
+    """Merge in other rows, which one source row applies to."""
     all_rows = np.concatenate([rows, others])
     order = np.argsort(all_rows, kind="stable")
     all_fates = np.concatenate([fates, np.broadcast_to(fate, others.shape)])
@@ -403,25 +414,28 @@ def _also(rows: Ints, fates: Any, sources: Ints, others: Ints, fate: Any, source
     return all_rows[order], all_fates[order], all_sources[order]
 
 
-def _may_hold(adds: pa.Table, sought: _Sought | _Images) -> Flags:
-    """Which files may hold one of the keys, as the bounds of the key's first column tell, and the partitions."""
-    if not sought.count or not sought.key:
-        return np.full(adds.num_rows, sought.count > 0)
-    maybe = np.ones(adds.num_rows, np.bool_)
-    for key, values in zip(sought.key, sought.values, strict=True):
+def _may_hold(adds: pa.Table, search: _KeySearch | _ImageSearch) -> Flags:
+    """Flag files that may hold one of the keys.
+
+    Decided by the partition values and the bounds of the first key column.
+    """
+    if not search.count or not search.key:
+        return np.full(adds.num_rows, search.count > 0)
+    candidates = np.ones(adds.num_rows, np.bool_)
+    for key, values in zip(search.key, search.values, strict=True):
         if (shared := f"partition.{key.name}") in adds.column_names:
-            there = adds.column(shared).cast(key.type)
-            maybe &= pc.is_in(there, value_set=values.combine_chunks()).to_numpy()
-    name, wanted = sought.key[0].name, sought.values[0]
+            partition_values = adds.column(shared).cast(key.type)
+            candidates &= pc.is_in(partition_values, value_set=values.combine_chunks()).to_numpy()
+    name, wanted_values = search.key[0].name, search.values[0]
     bounds = [f"{end}.{name}" for end in ("min", "max")]
-    if not pa.types.is_integer(sought.key[0].type) or not set(bounds) <= set(adds.column_names):
-        return maybe
-    values = integer_bits(wanted.combine_chunks())
+    if not pa.types.is_integer(search.key[0].type) or not set(bounds) <= set(adds.column_names):
+        return candidates
+    values = integer_bits(wanted_values.combine_chunks())
     low, high = (adds.column(bound).combine_chunks() for bound in bounds)
     known = pc.and_(low.is_valid(), high.is_valid()).to_numpy(zero_copy_only=False)
     assert values is not None, "an integer"
     values = np.sort(values)
     lows, highs = (ends.fill_null(0).to_numpy(zero_copy_only=False) for ends in (low, high))
-    some: Flags = np.searchsorted(values, lows, side="left") < np.searchsorted(values, highs, side="right")
-    maybe[known] &= some[known]
-    return maybe
+    overlaps: Flags = np.searchsorted(values, lows, side="left") < np.searchsorted(values, highs, side="right")
+    candidates[known] &= overlaps[known]
+    return candidates

@@ -1,6 +1,6 @@
-"""The files of a version of a table under second names, with all that is known of them.
+"""Link the files of a table's version under second names, with their recorded facts.
 
-A hard link costs no room while the first name is there: data files are never changed in place, only let go of.
+A hard link takes no space while the first name exists. A data file's content never changes; files are only removed.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from tailrace.tables.staging import StagedFile
 
 
 def link_files(folder: Path, table: DeltaTable, into: Path, name: str, *, copies: bool) -> list[StagedFile]:
-    """The files of the version that was opened, under new names in another folder; on disk when this returns.
+    """Link the files of the opened version into another folder; on disk when this returns.
 
-    Where a link cannot be made the file is copied if that is wished; otherwise that is an `OSError`.
+    If a link cannot be made, the file is copied if `copies` is set; otherwise an `OSError` is raised.
     """
     adds = pa.table(table.get_add_actions(flatten=True))
     names = [data_path(path) for path in adds.column("path").to_pylist()]
     parts = partition_values_of(table)
     stats = stats_of(folder, table.version(), set(names))
     rows = _counts(folder, names, adds)
-    made = []
+    linked = []
     for number, (old, count) in enumerate(zip(names, rows, strict=True)):
         values = texts_of(parts.get(old, {}))
         new = str(Path(folder_of(values)) / f"part-{name}-{number:06d}.parquet")
         (into / new).parent.mkdir(parents=True, exist_ok=True)
         _link(folder / old, into / new, copies=copies)
         counted, size = json.dumps({"numRecords": count}), (into / new).stat().st_size
-        made.append(StagedFile(path=new, size=size, rows=count, stats=stats.get(old, counted), values=values))
-    sync_folders(into, [file.path for file in made])
-    return made
+        linked.append(StagedFile(path=new, size=size, rows=count, stats=stats.get(old, counted), values=values))
+    sync_folders(into, [file.path for file in linked])
+    return linked
 
 
 def link_staged(folder: Path, staged: Sequence[StagedFile], into: Path, name: str, *, copies: bool) -> list[StagedFile]:
-    """The same of files that were staged, and that a table has in this folder under their own names."""
-    made = []
+    """Link staged files that a table has in this folder under their own names."""
+    linked = []
     for number, file in enumerate(staged):
         new = str(Path(folder_of(file.values)) / f"part-{name}-{number:06d}.parquet")
         (into / new).parent.mkdir(parents=True, exist_ok=True)
         _link(folder / Path(file.path).name, into / new, copies=copies)
-        made.append(replace(file, path=new))
-    sync_folders(into, [file.path for file in made])
-    return made
+        linked.append(replace(file, path=new))
+    sync_folders(into, [file.path for file in linked])
+    return linked
 
 
 def _counts(folder: Path, names: list[str], adds: pa.Table) -> list[int]:
-    """The rows of each file. Where whoever wrote it kept no statistics, its own footer says."""
-    told = adds.column("num_records").to_pylist() if "num_records" in adds.column_names else [None] * len(names)
+    """Return each file's row count, from the log's statistics or else from the file's footer."""
+    counts = adds.column("num_records").to_pylist() if "num_records" in adds.column_names else [None] * len(names)
     return [
         pq.read_metadata(folder / name).num_rows if count is None else count
-        for name, count in zip(names, told, strict=True)
+        for name, count in zip(names, counts, strict=True)
     ]
 
 

@@ -1,12 +1,14 @@
-"""What a load made of a table, kept aside: a rebuild may start from it, whatever has become of the table's folder.
+"""Keep the files of a load, for rebuilds.
 
     <lake>/.tailrace/seeds/<log id>/<table>/<load id>/
 
-A kept seed is a Delta table of one commit, whatever the table's own format is. Its files are links to those of the
-version that the load landed as, and its commit is the record: columns, position, form, partitions, and the size of each
-file. It has neither deletion vectors nor column mapping, whatever the table has: as a load lands them, files need
-neither. So a seed is whole once its commit is there; what a crash has left without one is none, and goes with the next
-that is kept. A newer one is whole before an older one goes.
+A rebuild can start from a kept load even if the table's folder is lost. A kept load is a Delta table of one commit,
+whatever the table's own format is. Its files are links to those of the version that the load committed. Its commit is
+the record: columns, position, table spec, partitions and the size of each file. It has neither deletion vectors nor
+column mapping, because a load's files need neither.
+
+So a kept load is complete once its commit exists. What a crash leaves without a commit is ignored, and removed with the
+next one that is kept. A new kept load is complete before an old one is removed.
 """
 
 from __future__ import annotations
@@ -38,78 +40,85 @@ from tailrace.tables.table_folder import LINK_TARGETS, find_folder
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 KEPT_VERSION = 0
-"""The one version that a seed has."""
+"""The one version of a kept load."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptLoad:
-    """A seed that is whole, as far as its own record tells."""
+    """A kept load that is complete, according to its record."""
 
     folder: Path
     commit_record: CommitRecord
 
     @property
     def is_intact(self) -> bool:
-        """Whether its files are there, each as long as it was."""
+        """True if its files exist, each with its recorded size."""
         try:
             adds = pa.table(DeltaTable(str(self.folder), version=KEPT_VERSION).get_add_actions(flatten=True))
             names, sizes = adds.column("path").to_pylist(), adds.column("size_bytes").to_pylist()
-            found = [(self.folder / data_path(name)).stat().st_size for name in names]
+            actual = [(self.folder / data_path(name)).stat().st_size for name in names]
         except (DeltaError, OSError):
             return False
-        return bool(found == sizes)
+        return bool(actual == sizes)
 
     def drop(self) -> None:
-        """Without its record it is none, whatever else is left of it."""
+        """Remove it, record first: without its record it no longer counts."""
         with suppress(OSError):
             (self.folder / "_delta_log" / f"{KEPT_VERSION:020d}.json").unlink()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class KeptLoadStore:
-    """The seeds of the tables of one log, in one lake."""
+    """The kept loads of one log's tables, in one lake."""
 
     def __init__(self, lake: Path, log_id: str) -> None:
         self._folder, self._log_id = lake.absolute() / LINK_TARGETS / "seeds" / log_id, log_id
 
     def of(self, table: TableId) -> list[KeptLoad]:
-        """Those of one table, the newest first; there are two only where a crash came between a new and an old one."""
+        """Return those of one table, newest first.
+
+        There are two only after a crash between keeping a new one and removing the old one.
+        """
         found = self._below(self._folder / table_token(table))
         return sorted(
             found,
-            key=lambda seed: (seed.commit_record.applied_position.seq, seed.commit_record.applied_position.position),
+            key=lambda kept_load: (
+                kept_load.commit_record.applied_position.seq,
+                kept_load.commit_record.applied_position.position,
+            ),
             reverse=True,
         )
 
     def all(self) -> Iterator[KeptLoad]:
-        """Those of every table."""
+        """Yield those of every table."""
         for folder in _folders(self._folder):
             yield from self._below(folder)
 
     def keep_load(
         self,
-        place: TableLocation,
+        location: TableLocation,
         version: int,
-        position: CommitRecord,
+        record: CommitRecord,
         *,
         copies: bool,
         staged: Sequence[StagedFile] = (),
     ) -> KeptLoad | None:
-        """Keep a version that a load has landed as; older seeds of the table go. None, and nothing is kept: its files
-        alone do not say which rows it has. An Iceberg table's are those that the load has staged.
+        """Keep the version that a load committed, and remove older kept loads of the table.
 
-        May be repeated. An `OSError` says why its files cannot be linked, or copied if that is wished.
+        Returns None, and keeps nothing, if the version's files alone do not say which rows it has. For an Iceberg table
+        the files are those that the load has staged. May be repeated. An `OSError` says why its files cannot be linked,
+        or copied if `copies` is set.
         """
-        load, around = position.applied_position.load, self._folder / table_token(position.schema.table)
+        load, table_folder = record.applied_position.load, self._folder / table_token(record.schema.table)
         if load is None or not _NAME.fullmatch(load):
-            raise ValueError("a load whose files are kept has a name, of letters and digits")
-        found = {seed.folder.name: seed for seed in self._below(around)}
+            raise ValueError("a kept load's id must have only letters, digits, dashes and underscores")
+        found = {kept_load.folder.name: kept_load for kept_load in self._below(table_folder)}
         if load not in found:
-            made = self._make(place, version, position, around / load, staged, copies=copies)
-            if made is None:
+            new = self._make(location, version, record, table_folder / load, staged, copies=copies)
+            if new is None:
                 return None
-            found[load] = made
-        for folder in _folders(around):
+            found[load] = new
+        for folder in _folders(table_folder):
             if folder.name in found and folder.name != load:
                 found[folder.name].drop()
             elif folder.name != load:
@@ -118,53 +127,55 @@ class KeptLoadStore:
 
     def _make(
         self,
-        place: TableLocation,
+        location: TableLocation,
         version: int,
-        position: CommitRecord,
-        at: Path,
+        record: CommitRecord,
+        target: Path,
         staged: Sequence[StagedFile],
         *,
         copies: bool,
     ) -> KeptLoad | None:
-        folder, table = place.path.absolute() / ICEBERG_DATA, None
-        if place.catalog is None:
-            found = find_folder(place.path.absolute())
+        folder, table = location.path.absolute() / ICEBERG_DATA, None
+        if location.catalog is None:
+            found = find_folder(location.path.absolute())
             if found is None:
-                raise FileNotFoundError("there is no table any more")
+                raise FileNotFoundError("the table no longer exists")
             folder, table = found, DeltaTable(str(found), version=version)
             if features_of(table).any and not is_readable_without_log(found, table):
                 return None
-        name = position.applied_position.load or ""
-        shutil.rmtree(at, ignore_errors=True)  # what a crash has left
-        at.mkdir(parents=True)
+        name = record.applied_position.load or ""
+        shutil.rmtree(target, ignore_errors=True)  # leftovers of a crash
+        target.mkdir(parents=True)
         try:
             if table is None:
-                files = link_staged(folder, staged, at, name, copies=copies)
+                files = link_staged(folder, staged, target, name, copies=copies)
             else:
-                files = link_files(folder, table, at, name, copies=copies)
+                files = link_files(folder, table, target, name, copies=copies)
             failpoints.hit("seed.linked")
-            mine = replace(place, path=at, spec=position.spec, engine="delta-rs", features=NO_FEATURES, catalog=None)
-            kept = [] if table is None else retained_columns(table, position.spec.stored_schema(position.schema))
-            mine.open().commit_load(
-                position.schema, files, position.applied_position, origin=origin_of(position), kept=kept
+            kept_location = replace(
+                location, path=target, spec=record.spec, engine="delta-rs", features=NO_FEATURES, catalog=None
+            )
+            retained = [] if table is None else retained_columns(table, record.spec.stored_schema(record.schema))
+            kept_location.open().commit_load(
+                record.schema, files, record.applied_position, origin=origin_of(record), kept=retained
             )
         except BaseException:
-            shutil.rmtree(at, ignore_errors=True)
+            shutil.rmtree(target, ignore_errors=True)
             raise
-        return KeptLoad(folder=at, commit_record=position)
+        return KeptLoad(folder=target, commit_record=record)
 
     def _below(self, folder: Path) -> Iterator[KeptLoad]:
-        """Seeds in a folder. One whose record cannot be read is none."""
-        for one in _folders(folder):
+        """Yield the kept loads in a folder. One with an unreadable record is ignored."""
+        for entry in _folders(folder):
             with suppress(TableUnusable):
-                for _, position in own_versions(one, KEPT_VERSION, self._log_id):
-                    yield KeptLoad(folder=one, commit_record=position)
+                for _, record in own_versions(entry, KEPT_VERSION, self._log_id):
+                    yield KeptLoad(folder=entry, commit_record=record)
 
 
-def origin_of(position: CommitRecord) -> LoadOrigin:
-    """Where the rows of a table come from that is made anew at this position."""
-    cursor = position.applied_position
-    return LoadOrigin(seq=cursor.seq, position=str(cursor.position), read_at=position.latest_time)
+def origin_of(record: CommitRecord) -> LoadOrigin:
+    """Return the origin of rows that are rebuilt at this position."""
+    applied = record.applied_position
+    return LoadOrigin(seq=applied.seq, position=str(applied.position), read_at=record.latest_time)
 
 
 def _folders(folder: Path) -> list[Path]:

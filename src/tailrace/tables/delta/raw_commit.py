@@ -1,10 +1,11 @@
-"""Commits to tables that delta-rs must not write, and that need no Spark: landing files, joining them, and changing
-columns where no file changes. These are tables with deletion vectors or column mapping, and those with files whose
-names delta-rs would write otherwise than they stand in the log.
+"""Make Delta commits without delta-rs and Spark, for tables that delta-rs must not write.
 
-Each is one file that is linked to the number after the version that was looked at, which fails if that is taken: a
-compare-and-swap. It states the position. What it removes it names as the log does, to the letter, with the deletion
-vector: a reader takes a file with another name or vector for another file. Here files are called as on disk.
+These commits add load files, compact files, and change columns without changing files. Such tables have deletion
+vectors or column mapping, or files whose names delta-rs would write differently from the log.
+
+Each commit is one file, linked to the number after the version that was read. That fails if the number is taken: a
+compare-and-swap. Each commit states the position. It names removed files exactly as the log does, with the deletion
+vector, because readers take another name or vector for another file. In this module files have their names on disk.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ Action = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RawDeltaCommit:
-    """A table, as it stood at one version, that delta-rs must not write."""
+    """A table at one version that delta-rs must not write."""
 
     folder: Path
     table: DeltaTable | None
-    """None: there is none yet."""
+    """The opened table; None if it does not exist yet."""
 
     @property
     def next_version(self) -> int:
@@ -70,146 +71,151 @@ class RawDeltaCommit:
         return 0 if self.table is None else self.table.version() + 1
 
     def commit_load(
-        self, features: Features, schema: TableSchema, adds: Sequence[AddAction], position: CommitRecord
+        self, features: Features, schema: TableSchema, adds: Sequence[AddAction], record: CommitRecord
     ) -> None:
-        """Make these files all that the table holds, with these columns and features."""
-        by, fields = position.spec.partition_by, loaded_fields(self.table, features, schema)
-        gone = () if self.table is None else live_files(self.folder, self.table.version()).values()
+        """Replace all files of the table by these, with these columns and features."""
+        partition_by, fields = record.spec.partition_by, loaded_fields(self.table, features, schema)
+        removed = () if self.table is None else live_files(self.folder, self.table.version()).values()
         self._commit(
             "WRITE",
-            position,
+            record,
             [
                 {"protocol": protocol_of(features, schema.columns)},
-                {"metaData": metadata_of(self.table, features, fields, _now(), by)},
-                *_removes(gone, changes_rows=True),
+                {"metaData": metadata_of(self.table, features, fields, _now(), partition_by)},
+                *_removes(removed, changes_rows=True),
                 *map(_add, adds),
             ],
         )
 
-    def set_columns(self, schema: TableSchema, laid: RecastColumns, position: CommitRecord) -> None:
+    def set_columns(self, schema: TableSchema, plan: RecastColumns, record: CommitRecord) -> None:
         """Give the table these columns; its files stay as they are."""
-        table = self._there()
+        table = self._opened()
         features = features_of(table)
-        fields = recast_fields(table, laid, schema)
+        fields = recast_fields(table, plan, schema)
         self._commit(
             "CHANGE COLUMNS",
-            position,
+            record,
             [
-                {"protocol": protocol_of(features, _naive_stays(table, schema))},
+                {"protocol": protocol_of(features, _all_columns(table, schema))},
                 {"metaData": metadata_of(table, features, fields, _now())},
             ],
         )
 
     def sizes(self) -> dict[str, int]:
-        """Of the table's files, as far as rows of theirs are still the table's: with many gone it is worth joining."""
-        rows = pa.table(self._there().get_add_actions(flatten=True))
+        """Return the size of each file, scaled to the rows that the table still has.
+
+        A file with many deleted rows is thus worth compacting.
+        """
+        rows = pa.table(self._opened().get_add_actions(flatten=True))
         names = map(data_path, rows.column("path").to_pylist())
         counts = dict(zip(names, rows.column("num_records").to_pylist(), strict=True))
-        found = {}
-        for name, add in live_files(self.folder, self._there().version()).items():
-            gone = (add.get("deletionVector") or {}).get("cardinality", 0)
-            found[name] = add["size"] * max(counts[name] - gone, 0) // max(counts[name], 1)
-        return found
+        sizes = {}
+        for name, add in live_files(self.folder, self._opened().version()).items():
+            deleted = (add.get("deletionVector") or {}).get("cardinality", 0)
+            sizes[name] = add["size"] * max(counts[name] - deleted, 0) // max(counts[name], 1)
+        return sizes
 
     def exchange(
-        self, gone: Iterable[str], adds: Sequence[AddAction], position: CommitRecord, *, changes_rows: bool
+        self, removed: Iterable[str], adds: Sequence[AddAction], record: CommitRecord, *, changes_rows: bool
     ) -> None:
-        """Swap files for others, with the same rows or not."""
-        live = live_files(self.folder, self._there().version())
-        removes = _removes([live[name] for name in gone], changes_rows=changes_rows)
-        came = (_add(replace(add, data_change=changes_rows)) for add in adds)
-        self._commit("WRITE" if changes_rows else "OPTIMIZE", position, [*removes, *came])
+        """Replace files by others, with the same rows or not."""
+        live = live_files(self.folder, self._opened().version())
+        removes = _removes([live[name] for name in removed], changes_rows=changes_rows)
+        added = (_add(replace(add, data_change=changes_rows)) for add in adds)
+        self._commit("WRITE" if changes_rows else "OPTIMIZE", record, [*removes, *added])
 
     def parts(self) -> PartitionValues:
-        """As `parts_of`, by the names of columns in the files."""
-        names = physical_names(self._there())
+        """Return the partition values of each file, by the columns' names in the files."""
+        names = physical_names(self._opened())
         return {
-            file: {names[name]: value for name, value in said.items()}
-            for file, said in partition_values_of(self._there()).items()
+            file: {names[name]: value for name, value in values.items()}
+            for file, values in partition_values_of(self._opened()).items()
         }
 
     def rows_of(
         self, names: Sequence[str], columns: Sequence[Column], parts: PartitionValues
     ) -> Iterator[pa.RecordBatch]:
-        """The rows that the table still has of these files, in columns that are called as they are there."""
-        stays = _staying(self._there(), set(names))
+        """Yield the rows of these files that the table still has, under file column names."""
+        kept_rows = _kept_rows(self._opened(), set(names))
         for name in names:
-            kept, start = stays.get(name, np.empty(0, np.bool_)), 0
+            kept, start = kept_rows.get(name, np.empty(0, np.bool_)), 0
             for batch in read_rows(self.folder / name, columns, parts.get(name, {})):
                 flags = kept[start : start + batch.num_rows]
-                # A vector ends with the last row that is gone.
+                # A vector ends with the last deleted row.
                 rest = np.ones(batch.num_rows - flags.size, np.bool_)
                 yield batch.filter(pa.array(np.append(flags, rest))) if flags.size else batch
                 start += batch.num_rows
 
     def in_files(self, schema: TableSchema) -> TableSchema:
-        """The columns as they are called in the table's files."""
-        names = physical_names(self._there())
+        """Return the schema with the columns' names in the table's files."""
+        names = physical_names(self._opened())
         columns = tuple(replace(column, name=names[column.name]) for column in schema.columns)
         return replace(schema, columns=columns, key=self.names_in_files(schema.key), facts=None)
 
     def names_in_files(self, columns: Iterable[str]) -> tuple[str, ...]:
-        """What these are called there."""
-        names = physical_names(self._there())
+        """Return the columns' names in the table's files."""
+        names = physical_names(self._opened())
         return tuple(names[name] for name in columns)
 
-    def keep_removed_files(self, after_seconds: float, position: CommitRecord) -> None:
-        """Have the table keep in mind which files it no longer needs, unless it does already."""
-        table, wanted = self._there(), retention_interval(after_seconds)
-        if table.metadata().configuration.get(RETENTION_PROPERTY) == wanted:
+    def keep_removed_files(self, after_seconds: float, record: CommitRecord) -> None:
+        """Set how long the log keeps the names of removed files, unless already set."""
+        table, interval = self._opened(), retention_interval(after_seconds)
+        if table.metadata().configuration.get(RETENTION_PROPERTY) == interval:
             return
-        settings = {RETENTION_PROPERTY: wanted}
+        settings = {RETENTION_PROPERTY: interval}
         metadata = metadata_of(table, features_of(table), fields_of(table), _now(), **settings)
-        self._commit("SET TBLPROPERTIES", position, [{"metaData": metadata}])
+        self._commit("SET TBLPROPERTIES", record, [{"metaData": metadata}])
 
     def remove(self, after_seconds: float) -> int:
-        """Remove files, and deletion vectors, that no version of the last so many seconds has."""
-        table = self._there()
+        """Remove files and deletion vectors that are too old; return their number."""
+        table = self._opened()
         live = live_files(self.folder, table.version()).values()
-        needed = {name for add in live for name in _names(add)} | self._named_since(time.time() - after_seconds)
-        gone = set(table.vacuum(0, dry_run=True, enforce_retention_duration=False))
-        old = time.time() - after_seconds
-        gone |= {
+        needed = {name for add in live for name in _file_names(add)} | self._files_named_since(
+            time.time() - after_seconds
+        )
+        removable = set(table.vacuum(0, dry_run=True, enforce_retention_duration=False))
+        oldest = time.time() - after_seconds
+        removable |= {
             str(path.relative_to(self.folder))
             for path in self.folder.glob("**/deletion_vector_*.bin")
-            if path.stat().st_mtime < old
+            if path.stat().st_mtime < oldest
         }
-        there = [self.folder / name for name in sorted(gone - needed) if (self.folder / name).exists()]
-        for path in there:
+        paths = [self.folder / name for name in sorted(removable - needed) if (self.folder / name).exists()]
+        for path in paths:
             path.unlink(missing_ok=True)
-        return len(there)
+        return len(paths)
 
-    def _named_since(self, moment: float) -> set[str]:
-        """What commits since then have added or removed: some version of that time has it."""
+    def _files_named_since(self, moment: float) -> set[str]:
+        """Return the files that commits since then have added or removed."""
         found = set[str]()
         for entry in (self.folder / "_delta_log").glob("*.json"):
             if entry.stem.isdigit() and entry.stat().st_mtime >= moment:
                 for action in actions_of(self.folder, int(entry.stem)):
                     for kind in ("add", "remove"):
-                        found.update(_names(action[kind]) if kind in action else ())
+                        found.update(_file_names(action[kind]) if kind in action else ())
         return found
 
-    def _there(self) -> DeltaTable:
-        assert self.table is not None, "whoever calls has opened it"
+    def _opened(self) -> DeltaTable:
+        assert self.table is not None, "the caller has opened it"
         return self.table
 
-    def _commit(self, operation: str, position: CommitRecord, actions: Iterable[Action]) -> None:
+    def _commit(self, operation: str, record: CommitRecord, actions: Iterable[Action]) -> None:
         if self.table is None and has_commits(self.folder):
-            raise CommitFailedError("a table was made here meanwhile")
+            raise CommitFailedError("another process has made a table here")
         now = _now()
-        said = {"timestamp": now, "operation": operation, "operationParameters": {}, METADATA_KEY: position.text()}
-        seen = {"appId": app_id(position.log), "version": position.applied_position.seq, "lastUpdated": now}
-        lines = [json.dumps(action) for action in ({"commitInfo": said}, {"txn": seen}, *actions)]
+        info = {"timestamp": now, "operation": operation, "operationParameters": {}, METADATA_KEY: record.text()}
+        transaction = {"appId": app_id(record.log), "version": record.applied_position.seq, "lastUpdated": now}
+        lines = [json.dumps(action) for action in ({"commitInfo": info}, {"txn": transaction}, *actions)]
         path = self.folder / "_delta_log" / f"{self.next_version:020d}.json"
         path.parent.mkdir(exist_ok=True)
         try:
             files.create(path, ("\n".join(lines) + "\n").encode())
         except FileExistsError as exc:
-            raise CommitFailedError("someone else has made this version") from exc
+            raise CommitFailedError("another commit has made this version") from exc
 
 
 def live_files(folder: Path, version: int) -> dict[str, Action]:
-    """The files of a version by name, each with its deletion vector, as the table's log tells of them."""
+    """Return the files of a version by name, with their deletion vectors."""
     begin, found = _checkpoint(folder, version)
     for number in range(begin + 1, version + 1):
         actions = actions_of(folder, number)
@@ -221,13 +227,15 @@ def live_files(folder: Path, version: int) -> dict[str, Action]:
 
 
 def removed_rows(folder: Path, version: int) -> int:
-    """How many rows of a version's files the table no longer has."""
+    """Return how many rows of a version's files are deleted."""
     return sum((add.get("deletionVector") or {}).get("cardinality", 0) for add in live_files(folder, version).values())
 
 
 def is_readable_without_log(folder: Path, table: DeltaTable) -> bool:
-    """Whether the files of the version that was opened have its rows and no others, under the names of its columns: so
-    it is with all that a load has landed, whatever features the table has."""
+    """Return whether the opened version's files have exactly its rows, under its column names.
+
+    That is so for everything that a load has committed, whatever features the table has.
+    """
     return all(name == own for name, own in physical_names(table).items()) and not removed_rows(folder, table.version())
 
 
@@ -235,7 +243,7 @@ _CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(\.\d{10}\.(\d{10}))?\.parquet")
 
 
 def _checkpoint(folder: Path, version: int) -> tuple[int, dict[str, Action]]:
-    """The newest list of files up to a version, and which version's it is; -1 if there is none."""
+    """Return the newest checkpoint up to a version, with its number; -1 without one."""
     parts: dict[int, list[Path]] = {}
     whole: dict[int, int] = {}
     for path in (folder / "_delta_log").iterdir():
@@ -254,29 +262,34 @@ def _checkpoint(folder: Path, version: int) -> tuple[int, dict[str, Action]]:
     return last, found
 
 
-def _staying(table: DeltaTable, names: Collection[str]) -> Mapping[str, Flags]:
-    """Of files that have a vector, which rows the table still has."""
-    found: dict[str, Flags] = {}
+def _kept_rows(table: DeltaTable, names: Collection[str]) -> Mapping[str, Flags]:
+    """Return flags of the rows that the table still has, for files with a vector."""
+    kept: dict[str, Flags] = {}
     for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
         paths, flags = batch.column("filepath"), batch.column("selection_vector")
         for i, uri in enumerate(paths.to_pylist()):
             name = next((name for name in names if data_path(uri).endswith(f"/{name}")), None)
             if name is not None:
-                found[name] = flags[i].values.to_numpy(zero_copy_only=False)
-    return found
+                kept[name] = flags[i].values.to_numpy(zero_copy_only=False)
+    return kept
 
 
-def _names(action: Action) -> Iterator[str]:
-    """The files that an action speaks of."""
+def _file_names(action: Action) -> Iterator[str]:
+    """Yield the files that an action names."""
     yield data_path(action["path"])
     if (vector := vector_file(action.get("deletionVector"))) is not None:
         yield vector
 
 
-def _naive_stays(table: DeltaTable, schema: TableSchema) -> list[Column]:
-    """The new columns and the old: what a table was allowed once it stays allowed."""
-    held = [Column(name=field.name, source_type="", type=field.type) for field in pa.schema(table.schema().to_arrow())]
-    return [*schema.columns, *held]
+def _all_columns(table: DeltaTable, schema: TableSchema) -> list[Column]:
+    """Return the new columns and the old.
+
+    A feature that a table was once allowed stays allowed.
+    """
+    old_columns = [
+        Column(name=field.name, source_type="", type=field.type) for field in pa.schema(table.schema().to_arrow())
+    ]
+    return [*schema.columns, *old_columns]
 
 
 def _add(add: AddAction) -> Action:

@@ -1,10 +1,12 @@
-"""What a lake table can be made anew from; and a Delta table made anew beside itself, or where it was, and swapped in.
-(An Iceberg table: `spark/writers/iceberg_rebuild.py`.)
+"""Find what a lake table can be rebuilt from, and rebuild a Delta table.
 
-What must stay true: until the one commit that swaps, the table is not touched, and after it the table is the new one
-with its position. Data files are shared, not copied: a version, or a kept seed, is made again by links to its files,
-and the new table takes its files over by links, under names of their own. What dies before the swap leaves files that
-no commit names; the next rebuild removes them.
+The new table is made next to the old one, or at its path, and swapped in. (For Iceberg: `spark/writers/
+iceberg_rebuild.py`.)
+
+Invariant: the table is not touched before the one commit that swaps. After it, the table is the new one with its
+position. Data files are shared, not copied: a version or a kept load is restored by links to its files, and the new
+table gets its files by links under names of their own. A crash before the swap leaves files that no commit names; the
+next rebuild removes them.
 """
 
 from __future__ import annotations
@@ -38,65 +40,67 @@ PREFIX = "rebuild"
 
 @dataclass(frozen=True, kw_only=True)
 class RebuildBase:
-    """A version of the table, or a kept seed of it, that a rebuild may start from."""
+    """A version of the table, or a kept load, that a rebuild may start from."""
 
     version: int
     commit_record: CommitRecord
     loaded: bool
-    """Whether it is what a load has landed, and no change more."""
+    """True if it is exactly what a load committed, without later changes."""
     recast: bool
-    """Whether it has another shape than the first version that stood where it does."""
+    """True if its schema differs from that of the first version at the same position."""
     kept_load: KeptLoad | None = None
-    """Where it is not a version of the table."""
+    """The kept load, if it is not a version of the table."""
 
 
-def rebuild_bases_with(place: TableLocation, seeds: list[KeptLoad]) -> Iterator[RebuildBase]:
-    """All that there is to start from, newest first; of two that stand at one place the table's own version."""
-    left = [
-        RebuildBase(version=KEPT_VERSION, commit_record=seed.commit_record, loaded=True, recast=False, kept_load=seed)
-        for seed in seeds
+def rebuild_bases_with(location: TableLocation, kept_loads: list[KeptLoad]) -> Iterator[RebuildBase]:
+    """Yield all bases, newest first; at the same position, the table's own version is first."""
+    remaining = [
+        RebuildBase(
+            version=KEPT_VERSION, commit_record=kept_load.commit_record, loaded=True, recast=False, kept_load=kept_load
+        )
+        for kept_load in kept_loads
     ]
-    for base in rebuild_bases(place):
-        while left and not base.commit_record.applied_position.covers(left[0].commit_record.applied_position):
-            yield left.pop(0)
+    for base in rebuild_bases(location):
+        while remaining and not base.commit_record.applied_position.covers(remaining[0].commit_record.applied_position):
+            yield remaining.pop(0)
         yield base
-    yield from left
+    yield from remaining
 
 
-def rebuild_bases(place: TableLocation) -> Iterator[RebuildBase]:
-    """The versions that this log made, newest first. What others did between them does not matter."""
-    standing = (list(some) for _, some in groupby(_own_versions(place), key=lambda item: item[1].applied_position))
-    newer = next(standing, None)
+def rebuild_bases(location: TableLocation) -> Iterator[RebuildBase]:
+    """Yield the versions that this log made, newest first. Others' changes between them do not matter."""
+    groups = (list(group) for _, group in groupby(_own_versions(location), key=lambda item: item[1].applied_position))
+    newer = next(groups, None)
     while newer is not None:
-        older = next(standing, None)
+        older = next(groups, None)
         first, load = newer[-1][0], newer[-1][1].applied_position.load
-        landed = load is not None and (older is None or older[0][1].applied_position.load != load)
-        for version, position in newer:
-            recast = not position.schema.same_with_facts(newer[-1][1].schema)
-            yield RebuildBase(
-                version=version, commit_record=position, loaded=landed and version == first, recast=recast
-            )
+        loaded = load is not None and (older is None or older[0][1].applied_position.load != load)
+        for version, record in newer:
+            recast = not record.schema.same_with_facts(newer[-1][1].schema)
+            yield RebuildBase(version=version, commit_record=record, loaded=loaded and version == first, recast=recast)
         newer = older
 
 
-def _own_versions(place: TableLocation) -> Iterator[tuple[int, CommitRecord]]:
-    if place.catalog is not None:
-        said = place.catalog.metadata(place.path.absolute())
-        return iter(()) if said is None else IcebergMetadata(place.path, said).own_versions(place.log_id)
-    folder = find_folder(place.path.absolute())
-    return iter(()) if folder is None else own_versions(folder, _open(folder).version(), place.log_id)
+def _own_versions(location: TableLocation) -> Iterator[tuple[int, CommitRecord]]:
+    if location.catalog is not None:
+        metadata = location.catalog.metadata(location.path.absolute())
+        return iter(()) if metadata is None else IcebergMetadata(location.path, metadata).own_versions(location.log_id)
+    folder = find_folder(location.path.absolute())
+    return iter(()) if folder is None else own_versions(folder, _open(folder).version(), location.log_id)
 
 
 class DeltaTableRebuild:
-    """One rebuild of one Delta table. Use it in a `with` block: nothing is left behind."""
+    """One rebuild of one Delta table. Use it in a `with` block, which removes all leftovers."""
 
-    def __init__(self, place: TableLocation) -> None:
-        self._place, self._path = place, place.path
-        self._is_new = find_folder(place.path.absolute()) is None
-        self._folder = make_folder(place.path.absolute())
+    def __init__(self, location: TableLocation) -> None:
+        self._target, self._path = location, location.path
+        self._is_new = find_folder(location.path.absolute()) is None
+        self._folder = make_folder(location.path.absolute())
         self._id = uuid.uuid4().hex[:12]
-        self.location = replace(place, path=self._folder / REBUILT / self._id, engine="delta-rs", features=NO_FEATURES)
-        """Where the new table is made, by delta-rs for every engine."""
+        self.location = replace(
+            location, path=self._folder / REBUILT / self._id, engine="delta-rs", features=NO_FEATURES
+        )
+        """Location of the new table; delta-rs makes it for every engine."""
 
     def __enter__(self) -> DeltaTableRebuild:
         self._clear()
@@ -105,7 +109,7 @@ class DeltaTableRebuild:
     def __exit__(self, *_: object) -> None:
         self._clear()
         if self._is_new:
-            with suppress(OSError):  # it holds the table now, unless nothing came of that
+            with suppress(OSError):  # not empty if the rebuild has made the table
                 self._folder.rmdir()
 
     def _clear(self) -> None:
@@ -113,7 +117,7 @@ class DeltaTableRebuild:
         discard(self._path, PREFIX)
 
     def restore_base(self, base: RebuildBase) -> int:
-        """Make the new table what the version was; how many rows that is."""
+        """Make the new table what the base was; return its number of rows."""
         folder = self._folder if base.kept_load is None else base.kept_load.folder
         table = _open(folder, base.version)
         refuse_features(self._path, table, base.commit_record.spec.partition_by)
@@ -122,32 +126,32 @@ class DeltaTableRebuild:
             files = link_files(folder, table, self.location.path, f"base-{self._id}", copies=True)
         except OSError as error:
             raise unreadable(self._path, error) from error
-        return self._land(self.location, table, base.commit_record, files, base.commit_record.applied_position)
+        return self._commit_files(self.location, table, base.commit_record, files, base.commit_record.applied_position)
 
-    def swap(self, cursor: AppliedPosition) -> int:
-        """Make the table the new one, at this position; how many rows it has."""
+    def swap(self, position: AppliedPosition) -> int:
+        """Replace the table by the new one, at this position; return its number of rows."""
         new = _open(self.location.path)
-        _, here = next(own_versions(self.location.path, new.version(), self._place.log_id))
+        _, record = next(own_versions(self.location.path, new.version(), self._target.log_id))
         failpoints.hit("rebuild.replayed")
         try:
             files = link_files(self.location.path, new, self._folder, f"{PREFIX}-{self._id}", copies=True)
         except OSError as error:
             raise unreadable(self._path, error) from error
         failpoints.hit("rebuild.linked")
-        return self._land(self._place, new, here, files, cursor)
+        return self._commit_files(self._target, new, record, files, position)
 
-    def _land(
+    def _commit_files(
         self,
-        place: TableLocation,
+        location: TableLocation,
         table: DeltaTable,
-        was: CommitRecord,
+        record: CommitRecord,
         files: list[StagedFile],
-        cursor: AppliedPosition,
+        position: AppliedPosition,
     ) -> int:
-        """Make files of one table all that another holds, with all that is known of them."""
-        kept = retained_columns(table, place.spec.stored_schema(was.schema))
-        return place.open().commit_load(
-            was.schema, files, cursor, origin=origin_of(replace(was, applied_position=cursor)), kept=kept
+        """Replace a table's contents by files of another table, with all their recorded facts."""
+        retained = retained_columns(table, location.spec.stored_schema(record.schema))
+        return location.open().commit_load(
+            record.schema, files, position, origin=origin_of(replace(record, applied_position=position)), kept=retained
         )
 
 

@@ -1,4 +1,4 @@
-"""Shapes and files as Delta has them, and how a table is made of them."""
+"""Map schemas and files to Delta's terms, and make tables of them."""
 
 from __future__ import annotations
 
@@ -20,49 +20,56 @@ from tailrace.tables.staging import StagedFile
 from tailrace.tables.table_folder import unreadable
 
 NTZ = "timestampNtz"
-"""The feature that a table with timestamps without a zone has."""
+"""The feature of a table with timestamps without a zone."""
 VARIANT = "variantType"
-"""One that delta-rs gives such a table whose properties are set with it. No table of ours has columns of that type."""
+"""A feature that delta-rs adds to such a table when its properties are set.
+
+None of our tables has columns of that type.
+"""
 
 
-def create_table(folder: Path, fields: DeltaSchema, adds: list[AddAction], position: CommitRecord) -> None:
-    """A new table; one that was made meanwhile is not overwritten."""
+def create_table(folder: Path, fields: DeltaSchema, adds: list[AddAction], record: CommitRecord) -> None:
+    """Create a new table; never overwrite one that another process has made."""
     try:
         create_table_with_add_actions(
             str(folder),
             fields,
             adds,
             mode="error",
-            partition_by=list(position.spec.partition_by),
-            commit_properties=position.properties(),
+            partition_by=list(record.spec.partition_by),
+            commit_properties=record.properties(),
         )
     except DeltaError as exc:
         if has_commits(folder):
-            raise CommitFailedError("a table was made here meanwhile") from exc
+            raise CommitFailedError("another process has made a table here") from exc
         raise
 
 
 def repartition(
-    folder: Path, table: DeltaTable, fields: DeltaSchema, adds: list[AddAction], position: CommitRecord
+    folder: Path, table: DeltaTable, fields: DeltaSchema, adds: list[AddAction], record: CommitRecord
 ) -> None:
-    """Make the files all that a table holds that was partitioned otherwise: no other commit changes that, and this one
-    compares with nothing."""
+    """Replace all rows of a table by these files, with other partition columns.
+
+    No other kind of commit changes the partitioning. It is not a compare-and-swap, so the version is checked first.
+    """
     if DeltaTable(str(folder)).version() != table.version():
-        raise CommitFailedError("someone committed to the table meanwhile")
+        raise CommitFailedError("another process has committed to the table")
     create_table_with_add_actions(
         str(folder),
         fields,
         adds,
         mode="overwrite",
-        partition_by=list(position.spec.partition_by),
+        partition_by=list(record.spec.partition_by),
         configuration=table.metadata().configuration,
-        commit_properties=position.properties(),
+        commit_properties=record.properties(),
     )
 
 
 def partition_values_of(table: DeltaTable, adds: pa.Table | None = None) -> PartitionValues:
-    """What the rows of every data file of the version that was opened have in the columns that it is partitioned by;
-    nothing for a table that is not. `adds`: the list of the files, for those who have it."""
+    """Return the partition values of every data file of the opened version; empty without partitions.
+
+    `adds` is the list of the files, if the caller has it.
+    """
     names = table.metadata().partition_columns
     if not names:
         return {}
@@ -73,35 +80,37 @@ def partition_values_of(table: DeltaTable, adds: pa.Table | None = None) -> Part
 
 
 def has_odd_file_names(table: DeltaTable) -> bool:
-    """Whether delta-rs would not find a file of the table again to take it out. It does so by the name in the log, and
-    would write one otherwise that Spark's connector has written: with letters of any alphabet, as they are."""
+    """Return whether delta-rs could not find one of the table's files to remove it.
+
+    It looks files up by their names in the log, and encodes non-ASCII names in another way than Spark's connector.
+    """
     if not table.metadata().partition_columns:
         return False
     return not all(map(str.isascii, pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()))
 
 
 def remove_actions(
-    folder: Path, gone: Iterable[str], parts: PartitionValues, *, changes_rows: bool
+    folder: Path, removed: Iterable[str], parts: PartitionValues, *, changes_rows: bool
 ) -> Iterator[RemoveAction]:
-    """What takes files out of a table whose files have these values in common."""
+    """Yield the actions that remove files, with their partition values."""
     now = time.time_ns() // 1_000_000
-    for name in gone:
+    for name in removed:
         yield RemoveAction(name, changes_rows, now, (folder / name).stat().st_size, texts_of(parts.get(name, {})))
 
 
 def delta_fields(schema: TableSchema) -> DeltaSchema:
-    """The columns."""
+    """Return the schema's columns as Delta's schema."""
     return DeltaSchema.from_arrow(pa.schema(schema.row_fields()))
 
 
 def is_naive(column: Column) -> bool:
-    """Whether it holds timestamps without a zone."""
+    """Return whether a column holds timestamps without a zone."""
     kind = column.type.value_type if pa.types.is_list(column.type) else column.type
     return pa.types.is_timestamp(kind) and kind.tz is None
 
 
 def add_action(path: Path, folder: Path, file: StagedFile) -> AddAction:
-    """What makes a staged file one of the table's, if it is still what was written."""
+    """Return the action that adds a staged file; refuse a changed file."""
     try:
         found = (folder / file.path).stat()
     except FileNotFoundError:
@@ -110,10 +119,10 @@ def add_action(path: Path, folder: Path, file: StagedFile) -> AddAction:
         raise unreadable(path, exc) from exc
     if found is None or found.st_size != file.size:
         raise TableUnusable(
-            "a staged file is gone, or not what was written",
+            "a staged file is missing or was changed",
             path=path,
             file=file.path,
-            hint="Load the table again; nobody else may write or remove files in its folder meanwhile.",
+            hint="Reload the table. Let no other process write or remove files in its folder meanwhile.",
         )
     return AddAction(
         path=file.path,
@@ -126,14 +135,14 @@ def add_action(path: Path, folder: Path, file: StagedFile) -> AddAction:
 
 
 def refuse_features(path: Path, table: DeltaTable, partition_by: Sequence[str]) -> None:
-    """Refuse files that do not say, with what is known of their partitions, which rows the table holds."""
-    others = set(table.protocol().reader_features or ()) - {NTZ, VARIANT}
+    """Refuse a table whose files alone do not state which rows it has."""
+    unsupported = set(table.protocol().reader_features or ()) - {NTZ, VARIANT}
     if table.metadata().partition_columns != list(partition_by):
-        others.add("partitions")
-    if others:
+        unsupported.add("partitions")
+    if unsupported:
         raise TableUnusable(
-            "the table has features that its files cannot be read with as they are",
+            "the table has features with which its files cannot be read directly",
             path=path,
-            features=", ".join(sorted(others)),
+            features=", ".join(sorted(unsupported)),
             hint=REPLACE_HINT,
         )

@@ -1,13 +1,13 @@
-"""Delta tables of one machine: no jar, no JVM. The files are ours, the commits delta-rs's.
+"""Write Delta tables on one machine, without a jar or JVM: our files, committed by delta-rs.
 
-Every commit is a compare-and-swap on the version that was read, and carries our position; there is no other
-way to write in here. (Only another partitioning, which replaces all rows, is looked at first and then committed.)
-Whatever can be refused is refused before the commit. An object holds two names and a form
-and nothing else, so Spark may send it to its workers.
+Every commit is a compare-and-swap on the version that was read, and has our position. There is no other way to write
+here. (Only a change of partitioning, which replaces all rows, checks the version first and then commits.) Everything
+that can be refused is refused before the commit. An object holds only plain data, so Spark may send it to its workers.
 
-Callers speak of the source's shape; what is written has the table's own, which its form makes of it (`stored`).
+Callers pass the source's schema. What is written has the table's own schema, which the table spec derives from it
+(`stored`).
 
-The file is longer than most because whatever a commit may be refused for stands in it.
+The file is longer than most because it has everything that a commit may be refused for.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedDelta:
-    """The table as it stood at one version."""
+    """The table at one version."""
 
     folder: Path
     table: DeltaTable
@@ -107,39 +107,42 @@ class OpenedDelta:
 
     @property
     def next_version(self) -> int:
-        """The version that the next commit makes: it is refused if it does not."""
+        """The version that the next commit makes; a commit of any other version is refused."""
         return self.table.version() + 1
 
 
-def _explained(method: Callable[Concatenate[DeltaRsTable, P], T]) -> Callable[Concatenate[DeltaRsTable, P], T]:
-    """Files that cannot be read or written are told as an error of ours."""
+def _translate_errors(method: Callable[Concatenate[DeltaRsTable, P], T]) -> Callable[Concatenate[DeltaRsTable, P], T]:
+    """Decorate a method so that unreadable and unwritable files raise our error."""
 
     @functools.wraps(method)
-    def explained(table: DeltaRsTable, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def translated(table: DeltaRsTable, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(table, *args, **kwargs)
         except (DeltaError, OSError, pa.ArrowException) as exc:
             raise unreadable(table._path, exc) from exc
 
-    return explained
+    return translated
 
 
 class DeltaRsTable:
-    """A table of one change log; keeps the promises of `LakeTable`."""
+    """A table of one change log, as `LakeTable` specifies."""
 
     def __init__(
         self,
         path: Path,
         log_id: str,
-        form: TableSpec = PLAIN_MIRROR,
+        spec: TableSpec = PLAIN_MIRROR,
         features: Features | None = None,
         file_bytes: int = FILE_BYTES,
     ) -> None:
-        """`features`: what the table gets when it is loaded, where Spark's connector writes its rows; None: delta-rs
-        does, and the table may have none. `file_bytes`: the size of file that is aimed at."""
+        """Describe a table; it is opened by each method.
+
+        `features` are what a load gives the table where Spark's connector writes its rows. None: delta-rs writes them,
+        and the table may have no features. `file_bytes` is the target size of a file.
+        """
         self._path = path.absolute()
         self._log_id = log_id
-        self._form = form
+        self._spec = spec
         self._features = features
         self._file_bytes = file_bytes
 
@@ -153,11 +156,11 @@ class DeltaRsTable:
         return None if (opened := self._open()) is None else opened.commit_record.replay_id
 
     def columns(self) -> list[str]:
-        """All that it holds, by name, those included that the source has dropped."""
+        """Return the names of all columns, including those that the source has dropped."""
         return list(column_types(self.opened().table))
 
     def rows(self) -> int:
-        """From the files' statistics, which every writer of ours adds."""
+        """Return the number of rows, from the files' statistics, which all our writers add."""
         newest = self._newest()
         if newest is None:
             return 0
@@ -167,13 +170,15 @@ class DeltaRsTable:
         return int(pc.sum(adds.column("num_records"), min_count=0).as_py()) - removed
 
     def version(self) -> int | None:
-        """Delta's own number of the newest version; None if there is no table."""
+        """Return Delta's own number of the newest version; None if there is no table."""
         newest = self._newest()
         return None if newest is None else newest[1].version()
 
     def identity(self, version: int | None = None) -> str | None:
-        """Which table the newest version is of, or another: a folder that is made anew has another one. None if there
-        is no such version."""
+        """Return the table's Delta id at a version; None if there is no such version.
+
+        A folder whose table was made again has another id.
+        """
         newest = self._newest()
         if newest is None:
             return None
@@ -185,7 +190,7 @@ class DeltaRsTable:
         return str(newest[1].metadata().id)
 
     def files(self) -> list[str]:
-        """The data files of the newest version, by name."""
+        """Return the names of the newest version's data files."""
         newest = self._newest()
         return [] if newest is None else file_names(newest[1])
 
@@ -193,67 +198,67 @@ class DeltaRsTable:
         self,
         schema: TableSchema,
         batches: Iterable[pa.RecordBatch],
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         *,
         origin: LoadOrigin | None = None,
     ) -> int:
-        stored = self._form.stored_schema(schema)
+        stored = self._spec.stored_schema(schema)
         refuse_names(stored)
         table = self._own_table(schema.table)
-        origin = origin or LoadOrigin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
+        origin = origin or LoadOrigin(seq=position.seq, position=str(position.position), read_at=time.time_ns() // 1000)
         with self._staging("load") as name:
-            rows = with_added_columns(self._form, schema, batches, origin)
+            rows = with_added_columns(self._spec, schema, batches, origin)
             files = self._staged(name, stored, rows)
-            return self._land(table, schema, files, cursor, origin)
+            return self._commit_files(table, schema, files, position, origin)
 
     def commit_load(
         self,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         *,
         origin: LoadOrigin | None = None,
         kept: Sequence[Column] = (),
     ) -> int:
-        refuse_names(self._form.stored_schema(schema))
-        return self._land(self._own_table(schema.table), schema, files, cursor, origin, kept)
+        refuse_names(self._spec.stored_schema(schema))
+        return self._commit_files(self._own_table(schema.table), schema, files, position, origin, kept)
 
     def refuse_foreign(self, table: TableId) -> None:
         self._own_table(table)
 
-    def _land(
+    def _commit_files(
         self,
         table: DeltaTable | None,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        cursor: AppliedPosition,
+        applied: AppliedPosition,
         origin: LoadOrigin | None,
         kept: Sequence[Column] = (),
     ) -> int:
-        """Swap what was there when the table was looked at for these files."""
+        """Replace the table's contents, as they were when it was opened, by these files."""
         rows = sum(file.rows for file in files)
         if table is not None and _holds(table, files):
             return rows
         folder = make_folder(self._path)
-        stored = self._form.stored_schema(schema)
+        stored = self._spec.stored_schema(schema)
         stored = replace(stored, columns=(*stored.columns, *kept), facts=None) if kept else stored
-        position = self._position(schema, cursor, origin.read_at if origin else 0)
+        record = self._record(schema, applied, origin.read_at if origin else 0)
         adds = self._adds_of(folder, files)
-        wanted = self._features or NO_FEATURES
-        if wanted.any or (table is not None and features_of(table).any):
+        features = self._features or NO_FEATURES
+        if features.any or (table is not None and features_of(table).any):
             if table is not None:
                 refuse_unknown(self._path, table)
-            featured = RawDeltaCommit(folder=folder, table=table)
-            self._commit(lambda: featured.commit_load(wanted, stored, adds, position))
-            self._make_durable(folder, featured.next_version)
+            raw = RawDeltaCommit(folder=folder, table=table)
+            self._commit(lambda: raw.commit_load(features, stored, adds, record))
+            self._make_durable(folder, raw.next_version)
             return rows
         if table is None:
             fields = delta_fields(stored)
-            self._commit(lambda: create_table(folder, fields, adds, position))
+            self._commit(lambda: create_table(folder, fields, adds, record))
             self._make_durable(folder, 0)
             return rows
-        self._swap(folder, table, stored, files, position)
-        # The object does not follow its own commit, but that one can only be the next.
+        self._swap(folder, table, stored, files, record)
+        # The object does not update after its own commit, but that can only be the next version.
         self._make_durable(folder, table.version() + 1)
         return rows
 
@@ -263,19 +268,19 @@ class DeltaRsTable:
         table: DeltaTable,
         schema: TableSchema,
         files: Sequence[StagedFile],
-        position: CommitRecord,
+        record: CommitRecord,
         mode: Literal["append", "overwrite"] = "overwrite",
     ) -> None:
-        """Make the files all that the table holds, with these columns; or add them."""
-        adds, by = self._adds_of(folder, files), self._form.partition_by
+        """Make the files all that the table holds, with these columns; or append them."""
+        adds, partition_by = self._adds_of(folder, files), self._spec.partition_by
         if mode == "overwrite" and has_odd_file_names(table):
             refuse_unknown(self._path, table)
-            featured = RawDeltaCommit(folder=folder, table=table)
-            self._commit(lambda: featured.commit_load(NO_FEATURES, schema, adds, position))
+            raw = RawDeltaCommit(folder=folder, table=table)
+            self._commit(lambda: raw.commit_load(NO_FEATURES, schema, adds, record))
             return
-        if table.metadata().partition_columns != list(by):
-            assert mode == "overwrite", "a table of another form is replaced as a whole"
-            self._commit(lambda: repartition(folder, table, delta_fields(schema), adds, position))
+        if table.metadata().partition_columns != list(partition_by):
+            assert mode == "overwrite", "a table with other partitions is replaced as a whole"
+            self._commit(lambda: repartition(folder, table, delta_fields(schema), adds, record))
             return
         self.add_features(folder, table, schema)
         self._commit(
@@ -283,8 +288,8 @@ class DeltaRsTable:
                 [*adds],
                 mode=mode,
                 schema=delta_fields(schema),
-                partition_by=list(by),
-                commit_properties=position.properties(),
+                partition_by=list(partition_by),
+                commit_properties=record.properties(),
             )
         )
 
@@ -292,19 +297,19 @@ class DeltaRsTable:
         return [add_action(self._path, folder, file) for file in files]
 
     def add_features(self, folder: Path, table: DeltaTable, schema: TableSchema) -> None:
-        """Allow the table timestamps without a zone, a feature that a new schema does not bring along.
+        """Allow the table timestamps without a zone.
 
-        A commit of its own that changes no rows. It repeats the position, unless others wrote since: what a crash
-        leaves behind it is neither more nor less ours than it was.
+        A new schema does not add this feature. This is a separate commit that changes no rows. It repeats the position,
+        unless others have written since: so a crash after it leaves a table that is as much ours as before.
         """
         if NTZ in (table.protocol().writer_features or ()) or not any(map(is_naive, schema.columns)):
             return
         try:
             opened = self._open_any()
-            position = None if opened is None else opened.commit_record
+            record = None if opened is None else opened.commit_record
         except (ForeignWrite, TableUnusable):
-            position = None
-        properties = CommitProperties(max_commit_retries=0) if position is None else position.properties()
+            record = None
+        properties = CommitProperties(max_commit_retries=0) if record is None else record.properties()
         self._commit(
             lambda: table.alter.add_feature(
                 TableFeatures.TimestampWithoutTimezone,
@@ -319,60 +324,61 @@ class DeltaRsTable:
         schema: TableSchema,
         folded: FoldedChanges,
         expected: AppliedPosition,
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         *,
         touch: bool = False,
-        reread: Refetch | None = None,
+        refetch: Refetch | None = None,
     ) -> WriteResult:
         opened = self.opened()
         here = opened.commit_record.applied_position
-        if here.covers(cursor) or (folded.empty and not touch):
+        if here.covers(position) or (folded.empty and not touch):
             return WriteResult(committed=False, applied_position=here)
         refuse_other_position(self._path, opened.commit_record, schema, expected)
-        stored, clock = self._form.stored_schema(schema), opened.commit_record.latest_time
+        stored, clock = self._spec.stored_schema(schema), opened.commit_record.latest_time
         folded = clamp_times(stored, folded, clock)
-        # A version is never read again: what it comes from is of the past. Otherwise the write finds what is missing.
-        if reread is not None and self._form.mode is not TableMode.HISTORY:
-            folded = replace(folded, rows=self._with_bases(opened, stored, folded.rows, reread))
-        position = self._position(schema, cursor, folded.latest_time or clock, opened.commit_record.replay_id)
-        written = self._write(opened, stored, folded, position)
+        # A history never refetches, because its versions are made from past values. Without refetching, the write
+        # finds missing rows.
+        if refetch is not None and self._spec.mode is not TableMode.HISTORY:
+            folded = replace(folded, rows=self._with_bases(opened, stored, folded.rows, refetch))
+        record = self._record(schema, position, folded.latest_time or clock, opened.commit_record.replay_id)
+        written = self._write(opened, stored, folded, record)
         upserted = int(np.count_nonzero(operations(folded) == UPSERT))
         return WriteResult(
             committed=True,
-            applied_position=cursor,
+            applied_position=position,
             upserted=upserted,
             deleted=folded.rows.num_rows - upserted,
             bytes=written.bytes,
             version=opened.next_version,
         )
 
-    def _with_bases(self, opened: OpenedDelta, stored: TableSchema, rows: pa.Table, reread: Refetch) -> pa.Table:
+    def _with_bases(self, opened: OpenedDelta, stored: TableSchema, rows: pa.Table, refetch: Refetch) -> pa.Table:
         baseless = self._without_base(opened, stored, rows)
         if baseless is None:
             return rows
-        given = reread(baseless.keys)  # what goes wrong here is the source's, and not told as the table's
-        return baseless.fill_from(given, marks=self._form.deleted_column if self._form.soft_delete else None)
+        answers = refetch(baseless.keys)  # outside error translation: an error here is the source's, not the table's
+        return baseless.fill_from(answers, deleted_column=self._spec.deleted_column if self._spec.soft_delete else None)
 
-    @_explained
+    @_translate_errors
     def _without_base(self, opened: OpenedDelta, stored: TableSchema, rows: pa.Table) -> RowsWithoutBase | None:
         return find_rows_without_base(stored, opened.table, rows)
 
-    @_explained
+    @_translate_errors
     def keys_exist(self, schema: TableSchema, keys: pa.Table) -> Flags:
-        stored = self._form.stored_schema(schema)
-        only = CURRENT if self._form.mode is TableMode.HISTORY else None
-        named = keys.rename_columns(list(map(self._form.lake_name, keys.column_names)))
+        stored = self._spec.stored_schema(schema)
+        only = CURRENT if self._spec.mode is TableMode.HISTORY else None
+        named = keys.rename_columns(list(map(self._spec.lake_name, keys.column_names)))
         return keys_exist(stored, self.opened().table, named, only)
 
-    @_explained
+    @_translate_errors
     def upsert_rows(
-        self, schema: TableSchema, rows: pa.Table, expected: AppliedPosition, said: pa.Table | None = None
+        self, schema: TableSchema, rows: pa.Table, expected: AppliedPosition, metadata: pa.Table | None = None
     ) -> WriteResult:
         opened = self.opened()
         refuse_other_position(self._path, opened.commit_record, schema, expected)
-        stored = self._form.stored_schema(schema)
+        stored = self._spec.stored_schema(schema)
         whole = clamp_times(
-            stored, fold_for_upsert(self._form, schema, rows, expected, said), opened.commit_record.latest_time
+            stored, fold_for_upsert(self._spec, schema, rows, expected, metadata), opened.commit_record.latest_time
         )
         clock = opened.commit_record.latest_time if whole.latest_time is None else whole.latest_time
         written = self._write(opened, stored, whole, replace(opened.commit_record, latest_time=clock))
@@ -384,15 +390,21 @@ class DeltaRsTable:
             version=opened.next_version,
         )
 
-    @_explained
+    @_translate_errors
     def append_rows(
-        self, schema: TableSchema, folded: FoldedChanges, expected: AppliedPosition, *, after: str | None, late: str
+        self,
+        schema: TableSchema,
+        folded: FoldedChanges,
+        expected: AppliedPosition,
+        *,
+        previous_replay_id: str | None,
+        replay_id: str,
     ) -> WriteResult:
         opened = self.opened()
         refuse_other_position(self._path, opened.commit_record, schema, expected)
-        refuse_other_replay(self._path, opened.commit_record, after)
-        position = replace(opened.commit_record, replay_id=late)
-        written = self._write(opened, self._form.stored_schema(schema), folded, position)
+        refuse_other_replay(self._path, opened.commit_record, previous_replay_id)
+        record = replace(opened.commit_record, replay_id=replay_id)
+        written = self._write(opened, self._spec.stored_schema(schema), folded, record)
         return WriteResult(
             committed=True,
             applied_position=expected,
@@ -401,56 +413,56 @@ class DeltaRsTable:
             version=opened.next_version,
         )
 
-    @_explained
+    @_translate_errors
     def merge_load(
         self,
         schema: TableSchema,
         files: Sequence[StagedFile],
         expected: AppliedPosition,
-        cursor: AppliedPosition,
+        position: AppliedPosition,
         *,
         keys: Sequence[StagedFile] | None = None,
         origin: LoadOrigin | None = None,
     ) -> WriteResult:
-        appends = self._form.mode is TableMode.APPEND
+        appends = self._spec.mode is TableMode.APPEND
         if not schema.key and not appends:
-            raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=REPLACE_HINT)
+            raise Unsupported("a table without a key cannot be partly reloaded", table=schema.table, hint=REPLACE_HINT)
         opened = self.opened()
         here, clock = opened.commit_record.applied_position, opened.commit_record.latest_time
-        if (here != expected and here.covers(cursor)) or (appends and _holds(opened.table, files)):
+        if (here != expected and here.covers(position)) or (appends and _holds(opened.table, files)):
             return WriteResult(committed=False, applied_position=here)
         refuse_other_position(self._path, opened.commit_record, schema, expected)
-        origin = origin or LoadOrigin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
-        position = self._position(schema, cursor, max(clock, origin.read_at), opened.commit_record.replay_id)
+        origin = origin or LoadOrigin(seq=position.seq, position=str(position.position), read_at=time.time_ns() // 1000)
+        record = self._record(schema, position, max(clock, origin.read_at), opened.commit_record.replay_id)
         if appends:
-            self._swap(opened.folder, opened.table, self._form.stored_schema(schema), files, position, mode="append")
+            self._swap(opened.folder, opened.table, self._spec.stored_schema(schema), files, record, mode="append")
             self._make_durable(opened.folder, opened.table.version() + 1)
-            return WriteResult(committed=True, applied_position=cursor, upserted=sum(file.rows for file in files))
-        refuse_features(self._path, opened.table, self._form.partition_by)
-        (shape, others), parts = split_compared(self._form, schema), self._parts(opened, schema, files)
-        stay = None if keys is None else [file.path for file in keys]
-        found = diff_files(
+            return WriteResult(committed=True, applied_position=position, upserted=sum(file.rows for file in files))
+        refuse_features(self._path, opened.table, self._spec.partition_by)
+        (compared, others), parts = split_compared(self._spec, schema), self._parts(opened, schema, files)
+        key_files = None if keys is None else [file.path for file in keys]
+        diff = diff_files(
             opened.folder,
-            shape,
+            compared,
             table=file_names(opened.table),
             staged=[file.path for file in files],
-            keys=file_names(opened.table) if self._form.holds_messages else stay,
-            kept=[*others, *retained_columns(opened.table, self._form.stored_schema(schema))],
-            keeping=retirement_rule(self._form, origin, clock),
+            keys=file_names(opened.table) if self._spec.holds_messages else key_files,
+            lake_only_columns=[*others, *retained_columns(opened.table, self._spec.stored_schema(schema))],
+            retirement_rule=retirement_rule(self._spec, origin, clock),
             parts=parts,
         )
-        if found.empty and cursor == here:
+        if diff.empty and position == here:
             return WriteResult(committed=False, applied_position=here)
-        rows, gone = ([], []) if found.empty else ([found.rows()], list(found.staying))
-        self._exchange(opened, found.stored, rows, gone, parts, position)
-        upserted, deleted = found.counts()
-        return WriteResult(committed=True, applied_position=cursor, upserted=upserted, deleted=deleted)
+        rows, removed = ([], []) if diff.empty else ([diff.rows()], list(diff.staying))
+        self._exchange(opened, diff.stored, rows, removed, parts, record)
+        upserted, deleted = diff.counts()
+        return WriteResult(committed=True, applied_position=position, upserted=upserted, deleted=deleted)
 
     def _parts(self, opened: OpenedDelta, schema: TableSchema, staged: Iterable[StagedFile]) -> PartitionValues:
-        """What is not in the files of the table, nor in those that were staged."""
-        if not self._form.partition_by:
+        """Return the partition values, which are not in the files."""
+        if not self._spec.partition_by:
             return {}
-        columns = self._form.stored_schema(schema).columns
+        columns = self._spec.stored_schema(schema).columns
         return {**partition_values_of(opened.table), **{file.path: values_of(file.values, columns) for file in staged}}
 
     def _exchange(
@@ -458,52 +470,56 @@ class DeltaRsTable:
         opened: OpenedDelta,
         stored: TableSchema,
         rows: Iterable[Iterable[pa.RecordBatch]],
-        gone: Sequence[str],
+        removed: Sequence[str],
         parts: PartitionValues,
-        position: CommitRecord,
+        record: CommitRecord,
         *,
         changes_rows: bool = True,
     ) -> CommitFiles:
-        """Swap some files for others, each of the rows' parts in files of their own. Without any the position moves."""
-        folder, by = opened.folder, self._form.partition_by
+        """Replace some files by new ones in one commit; without any, only the position moves."""
+        folder, partition_by = opened.folder, self._spec.partition_by
         with self._staging(EXCHANGE) as name:
-            staged = [self._staged(f"{name}-{n}", stored, some) for n, some in enumerate(rows)]
+            staged = [self._staged(f"{name}-{n}", stored, batches) for n, batches in enumerate(rows)]
             adds = self._adds_of(folder, [file for files in staged for file in files])
             if has_odd_file_names(opened.table):
                 refuse_unknown(self._path, opened.table)
-                featured = RawDeltaCommit(folder=folder, table=opened.table)
-                self._commit(lambda: featured.exchange(gone, adds, position, changes_rows=changes_rows))
+                raw = RawDeltaCommit(folder=folder, table=opened.table)
+                self._commit(lambda: raw.exchange(removed, adds, record, changes_rows=changes_rows))
             else:
                 actions: list[AddAction | RemoveAction] = [replace(add, data_change=changes_rows) for add in adds]
-                actions += remove_actions(folder, gone, parts, changes_rows=changes_rows)
-                fields, said = delta_fields(stored), position.properties()
+                actions += remove_actions(folder, removed, parts, changes_rows=changes_rows)
+                delta_schema, properties = delta_fields(stored), record.properties()
                 self._commit(
                     lambda: opened.table.create_write_transaction(
-                        actions, mode="append", schema=fields, partition_by=list(by), commit_properties=said
+                        actions,
+                        mode="append",
+                        schema=delta_schema,
+                        partition_by=list(partition_by),
+                        commit_properties=properties,
                     )
                 )
         self._make_durable(folder, opened.next_version)
-        return CommitFiles(len(adds), len(gone), sum(add.size for add in adds))
+        return CommitFiles(len(adds), len(removed), sum(add.size for add in adds))
 
     def _staged(
-        self, name: str, stored: TableSchema, rows: Iterable[pa.RecordBatch], by: Sequence[str] | None = None
+        self, name: str, stored: TableSchema, rows: Iterable[pa.RecordBatch], partition_by: Sequence[str] | None = None
     ) -> tuple[StagedFile, ...]:
-        """Rows in files of the size aimed at, in the partitions that the form asks for unless others are named."""
-        by = self._form.partition_by if by is None else by
-        return stage(self._path, name, stored, rows, by, file_bytes=self._file_bytes)
+        """Stage rows in files of the target size, with the spec's partitions by default."""
+        partition_by = self._spec.partition_by if partition_by is None else partition_by
+        return stage(self._path, name, stored, rows, partition_by, file_bytes=self._file_bytes)
 
     @contextlib.contextmanager
     def _staging(self, kind: str) -> Iterator[str]:
-        """A name for files that are to become part of the table: what fails leaves none of them."""
+        """Yield a name for files that will join the table; remove the files on failure."""
         name = f"{kind}-{uuid.uuid4().hex}"
         try:
             yield name
         except BaseException:
-            with contextlib.suppress(TailraceError):  # the first error is the one to tell
+            with contextlib.suppress(TailraceError):  # the first error is the one to report
                 discard(self._path, name)
             raise
 
-    @_explained
+    @_translate_errors
     def evolve(self, recast: Recast, expected: AppliedPosition) -> WriteResult:
         opened = self.opened()
         here, old = opened.commit_record.applied_position, opened.commit_record.schema
@@ -511,62 +527,62 @@ class DeltaRsTable:
             return WriteResult(committed=False, applied_position=here)
         if here != expected:
             raise wrong_position(self._path, here, expected)
-        refuse_features(self._path, opened.table, self._form.partition_by)
-        own = recast_for_spec(self._form, recast)
-        laid = plan_columns(opened.table, own)
-        shape = replace(own.schema, columns=laid.columns, facts=None)
-        refuse_names(shape)
-        position = self._position(recast.schema, here, opened.commit_record.latest_time, opened.commit_record.replay_id)
-        self.add_features(opened.folder, opened.table, shape)
+        refuse_features(self._path, opened.table, self._spec.partition_by)
+        own = recast_for_spec(self._spec, recast)
+        plan = plan_columns(opened.table, own)
+        new_schema = replace(own.schema, columns=plan.columns, facts=None)
+        refuse_names(new_schema)
+        record = self._record(recast.schema, here, opened.commit_record.latest_time, opened.commit_record.replay_id)
+        self.add_features(opened.folder, opened.table, new_schema)
         before, written = opened.table.version(), 0
-        if not only_adds(opened.table, laid):
-            written = self._recast(opened, shape, laid, position)
-        elif laid.added:
-            fields = list(DeltaSchema.from_arrow(pa.schema([(c.name, c.type) for c in laid.added])).fields)
-            self._commit(lambda: opened.table.alter.add_columns(fields, commit_properties=position.properties()))
+        if not only_adds(opened.table, plan):
+            written = self._recast(opened, new_schema, plan, record)
+        elif plan.added:
+            fields = list(DeltaSchema.from_arrow(pa.schema([(c.name, c.type) for c in plan.added])).fields)
+            self._commit(lambda: opened.table.alter.add_columns(fields, commit_properties=record.properties()))
         else:
-            self._exchange(opened, shape, [], [], {}, position)
+            self._exchange(opened, new_schema, [], [], {}, record)
         self._make_durable(opened.folder, before + 1)
         return WriteResult(committed=True, applied_position=here, bytes=written)
 
-    def _recast(self, opened: OpenedDelta, shape: TableSchema, laid: RecastColumns, position: CommitRecord) -> int:
-        """Write every row anew, and swap the files; how many bytes that took."""
+    def _recast(self, opened: OpenedDelta, schema: TableSchema, plan: RecastColumns, record: CommitRecord) -> int:
+        """Rewrite every row and swap the files; return the bytes written."""
         with self._staging(RECAST) as name:
-            files = self._staged(name, shape, recast_rows(opened.table, laid))
-            self._swap(opened.folder, opened.table, shape, files, position)
+            files = self._staged(name, schema, recast_rows(opened.table, plan))
+            self._swap(opened.folder, opened.table, schema, files, record)
         return sum(file.size for file in files)
 
-    def set_columns(self, opened: OpenedDelta, shape: TableSchema, laid: RecastColumns, schema: TableSchema) -> None:
-        """Give a table with column mapping these columns, of which none has other values; no file is touched."""
+    def set_columns(self, opened: OpenedDelta, stored: TableSchema, plan: RecastColumns, schema: TableSchema) -> None:
+        """Set the columns of a table with column mapping, when no value changes; no file is touched."""
         refuse_unknown(self._path, opened.table)
-        featured = RawDeltaCommit(folder=opened.folder, table=opened.table)
-        after = replace(opened.commit_record, schema=schema)
-        self._commit(lambda: featured.set_columns(shape, laid, after))
-        self._make_durable(opened.folder, featured.next_version)
+        raw = RawDeltaCommit(folder=opened.folder, table=opened.table)
+        record = replace(opened.commit_record, schema=schema)
+        self._commit(lambda: raw.set_columns(stored, plan, record))
+        self._make_durable(opened.folder, raw.next_version)
 
-    @_explained
+    @_translate_errors
     def compact(self, upkeep: UpkeepPlan, expected: AppliedPosition) -> UpkeepResult:
         opened = self._at(expected)
         table = opened.table
         if features_of(table).any:
-            return self._tend_featured(opened, upkeep)
+            return self._compact_with_features(opened, upkeep)
         done = UpkeepResult()
         adds = pa.table(table.get_add_actions(flatten=True))
         parts = partition_values_of(table, adds)
         names = map(data_path, adds.column("path").to_pylist())
         sizes = dict(zip(names, adds.column("size_bytes").to_pylist(), strict=True))
-        if upkeep.file_bytes is not None and (some := files_to_compact(sizes, upkeep.file_bytes, parts)):
-            refuse_features(self._path, table, self._form.partition_by)
-            shape = self._form.stored_schema(opened.commit_record.schema)
-            stored = replace(shape, columns=(*shape.columns, *retained_columns(table, shape)), facts=None)
-            rows = all_rows(opened.folder, some, stored.columns, parts)
-            written = self._exchange(opened, stored, [rows], some, parts, opened.commit_record, changes_rows=False)
+        if upkeep.file_bytes is not None and (chosen := files_to_compact(sizes, upkeep.file_bytes, parts)):
+            refuse_features(self._path, table, self._spec.partition_by)
+            own = self._spec.stored_schema(opened.commit_record.schema)
+            stored = replace(own, columns=(*own.columns, *retained_columns(table, own)), facts=None)
+            rows = all_rows(opened.folder, chosen, stored.columns, parts)
+            written = self._exchange(opened, stored, [rows], chosen, parts, opened.commit_record, changes_rows=False)
             done = UpkeepResult(files_compacted=written.removed, files_written=written.added, bytes=written.bytes)
         if (age := upkeep.remove_after_seconds) is not None:
             opened = self._at(expected)
             table, before = opened.table, opened.table.version()
             removed, properties = list[int](), opened.commit_record.properties()
-            # Not by delta-rs: it would give a table with timestamps without a zone the feature `variantType` as well.
+            # Not by delta-rs: it would also give a table with timestamps without a zone the feature `variantType`.
             later = RawDeltaCommit(folder=opened.folder, table=table)
             self._commit(lambda: later.keep_removed_files(age, opened.commit_record))
             table.update_incremental()
@@ -577,20 +593,26 @@ class DeltaRsTable:
             done = replace(done, files_removed=removed[0])
         return done
 
-    def _tend_featured(self, opened: OpenedDelta, upkeep: UpkeepPlan) -> UpkeepResult:
+    def _compact_with_features(self, opened: OpenedDelta, upkeep: UpkeepPlan) -> UpkeepResult:
         refuse_unknown(self._path, opened.table)
-        featured, done = RawDeltaCommit(folder=opened.folder, table=opened.table), UpkeepResult()
-        parts = featured.parts()
-        if upkeep.file_bytes is not None and (some := files_to_compact(featured.sizes(), upkeep.file_bytes, parts)):
-            shape = self._form.stored_schema(opened.commit_record.schema)
-            stored = replace(shape, columns=(*shape.columns, *retained_columns(opened.table, shape)), facts=None)
-            own, by = featured.in_files(stored), featured.names_in_files(self._form.partition_by)
+        raw, done = RawDeltaCommit(folder=opened.folder, table=opened.table), UpkeepResult()
+        parts = raw.parts()
+        if upkeep.file_bytes is not None and (chosen := files_to_compact(raw.sizes(), upkeep.file_bytes, parts)):
+            stored_schema = self._spec.stored_schema(opened.commit_record.schema)
+            stored = replace(
+                stored_schema,
+                columns=(*stored_schema.columns, *retained_columns(opened.table, stored_schema)),
+                facts=None,
+            )
+            own, partition_by = raw.in_files(stored), raw.names_in_files(self._spec.partition_by)
             with self._staging(EXCHANGE) as name:
-                files = self._staged(name, own, featured.rows_of(some, own.columns, parts), by)
+                files = self._staged(name, own, raw.rows_of(chosen, own.columns, parts), partition_by)
                 adds = self._adds_of(opened.folder, files)
-                self._commit(lambda: featured.exchange(some, adds, opened.commit_record, changes_rows=False))
-            self._make_durable(opened.folder, featured.next_version)
-            done = UpkeepResult(files_compacted=len(some), files_written=len(adds), bytes=sum(add.size for add in adds))
+                self._commit(lambda: raw.exchange(chosen, adds, opened.commit_record, changes_rows=False))
+            self._make_durable(opened.folder, raw.next_version)
+            done = UpkeepResult(
+                files_compacted=len(chosen), files_written=len(adds), bytes=sum(add.size for add in adds)
+            )
         if (age := upkeep.remove_after_seconds) is not None:
             opened = self._at(opened.commit_record.applied_position)
             later = RawDeltaCommit(folder=opened.folder, table=opened.table)
@@ -600,31 +622,29 @@ class DeltaRsTable:
         return done
 
     def _at(self, expected: AppliedPosition) -> OpenedDelta:
-        """The table as it stands; refuses one that is elsewhere."""
+        """Open the table; refuse one at another position."""
         opened = self.opened()
         if opened.commit_record.applied_position != expected:
             raise wrong_position(self._path, opened.commit_record.applied_position, expected)
         return opened
 
     def opened(self) -> OpenedDelta:
-        """The table as it stands; refuses where `cursor` is None."""
+        """Open the table; refuse one without a position of this log."""
         opened = self._open()
         if opened is None:
             raise not_loaded(self._path)
         return opened
 
-    @_explained
+    @_translate_errors
     def _write(
-        self, opened: OpenedDelta, schema: TableSchema, folded: FoldedChanges, position: CommitRecord
+        self, opened: OpenedDelta, schema: TableSchema, folded: FoldedChanges, record: CommitRecord
     ) -> CommitFiles:
-        """One commit: the files that hold a row concerned are exchanged, and rows that come in are added."""
+        """Make one commit: replace the files that hold a changed row, and add new rows."""
         if self._features is not None:
             refuse_for_delta_rs(self._path, features_of(opened.table), ours=True)
-        refuse_features(self._path, opened.table, self._form.partition_by)
-        found = plan_rewrite(self._form, schema, opened.folder, opened.table, folded)
-        return self._exchange(
-            opened, found.stored, found.parts(), found.removed_files, found.partition_values, position
-        )
+        refuse_features(self._path, opened.table, self._spec.partition_by)
+        plan = plan_rewrite(self._spec, schema, opened.folder, opened.table, folded)
+        return self._exchange(opened, plan.stored, plan.parts(), plan.removed_files, plan.partition_values, record)
 
     def _commit(self, write: Callable[[], object]) -> None:
         """Run the one call that commits."""
@@ -638,17 +658,22 @@ class DeltaRsTable:
         failpoints.hit("table.after_commit")
 
     def _make_durable(self, folder: Path, version: int) -> None:
-        """Push a commit to the disk, where the files that it adds are already."""
+        """Flush a commit to disk; the files that it adds are there already."""
         try:
             sync_commit(folder, version)
         except OSError as exc:
             raise unreadable(self._path, exc) from exc
 
-    def _position(
-        self, schema: TableSchema, cursor: AppliedPosition, clock: int, late: str | None = None
+    def _record(
+        self, schema: TableSchema, applied: AppliedPosition, latest_time: int, replay_id: str | None = None
     ) -> CommitRecord:
         return CommitRecord(
-            log=self._log_id, applied_position=cursor, schema=schema, spec=self._form, latest_time=clock, replay_id=late
+            log=self._log_id,
+            applied_position=applied,
+            schema=schema,
+            spec=self._spec,
+            latest_time=latest_time,
+            replay_id=replay_id,
         )
 
     def _newest(self) -> tuple[Path, DeltaTable] | None:
@@ -663,14 +688,14 @@ class DeltaRsTable:
             raise unreadable(self._path, exc) from exc
 
     def _open(self) -> OpenedDelta | None:
-        """The table at its newest version; None if it holds no position of this log."""
+        """Open the newest version; None if it has no position of this log."""
         opened = self._open_any()
         if opened is not None:
-            refuse_other_spec(self._path, self._form, opened.commit_record)
+            refuse_other_spec(self._path, self._spec, opened.commit_record)
         return opened
 
     def _open_any(self) -> OpenedDelta | None:
-        """The same, in whatever form."""
+        """Open the newest version, with any table spec."""
         newest = self._newest()
         if newest is None:
             return None
@@ -678,17 +703,17 @@ class DeltaRsTable:
         seq = table.transaction_version(app_id(self._log_id))
         if seq is None:
             return None
-        if self._features is None and (found := features_of(table)).any:
-            refuse_for_delta_rs(self._path, found, ours=is_ours(folder, table.version(), self._log_id))
-        position = commit_record_of(folder, table.version(), self._log_id)
-        if position.applied_position.seq > seq:  # a number that is ahead is left by a refresh with Spark that went back
+        if self._features is None and (features := features_of(table)).any:
+            refuse_for_delta_rs(self._path, features, ours=is_ours(folder, table.version(), self._log_id))
+        record = commit_record_of(folder, table.version(), self._log_id)
+        if record.applied_position.seq > seq:  # a reload with Spark that moved back leaves a number that is ahead
             raise ForeignWrite(
                 "the table's position and its transaction number differ", path=self._path, hint=REPLACE_HINT
             )
-        return OpenedDelta(folder=folder, table=table, commit_record=position)
+        return OpenedDelta(folder=folder, table=table, commit_record=record)
 
     def _own_table(self, source: TableId) -> DeltaTable | None:
-        """What a load of this source table may replace, whoever changed it; None where there is nothing."""
+        """Return the table that a load of this source table may replace, or None."""
         newest = self._newest()
         if newest is None:
             refuse_inside(self._path)
@@ -704,10 +729,16 @@ class DeltaRsTable:
 
 EXCHANGE, RECAST = "exchange", "recast"
 UNCOMMITTED = (EXCHANGE, RECAST)
-"""How files are called that only a commit makes part of the table; who alone writes it may discard them."""
+"""Name prefixes of files that only a commit makes part of the table.
+
+The table's one writer may discard them.
+"""
 
 
 def _holds(table: DeltaTable, files: Sequence[StagedFile]) -> bool:
-    """Whether the files are in the table already: a load's files are landed once, and all at once."""
-    held = set(file_names(table))
-    return any(file.path in held for file in files)
+    """Return whether the table has these files.
+
+    A load's files are committed once, all together.
+    """
+    current = set(file_names(table))
+    return any(file.path in current for file in files)

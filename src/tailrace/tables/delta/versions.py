@@ -1,6 +1,6 @@
-"""One version of a table as columns and files, for whoever reads Parquet and knows no Delta.
+"""List one version of a table as columns and files, for readers of plain Parquet.
 
-A version is told whole or not at all: files that were removed since are missed here, and not by the reader.
+The result is complete or an error. A missing file is found here, and not by the reader.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from tailrace.tables.table_folder import find_folder
 
 
 class VersionFiles(NamedTuple):
-    """The columns that a table had, and the files that its rows were in."""
+    """The columns that a table had, and the files with its rows."""
 
     columns: pa.Schema
     files: list[Path]
     partitions: pa.Table
-    """What is not in the files: a row for each of them, with the columns that the table is partitioned by."""
+    """The partition columns, which are not in the files: one row per file."""
 
 
 def needs_connector(path: Path, version: int) -> bool:
-    """Whether the files of a version do not say by themselves which rows it has."""
+    """Return whether a version's files alone do not say which rows it has."""
     folder = find_folder(path.absolute())
     try:
         return folder is not None and features_of(DeltaTable(str(folder), version=version)).any
     except (DeltaError, OSError):
-        return False  # whoever reads it says what is wrong
+        return False  # the later read raises the error
 
 
 def files_at(path: Path, version: int) -> VersionFiles:
-    """One version of a table."""
+    """Return the files of one version of a table."""
     folder = find_folder(path.absolute())
     if folder is None:
-        raise TableUnusable("there is no table any more", path=path, hint="Was its folder moved away?")
+        raise TableUnusable("the table no longer exists", path=path, hint="Check if its folder was moved away.")
     try:
         table = DeltaTable(str(folder), version=version)
         adds = pa.table(table.get_add_actions(flatten=True))
@@ -51,8 +51,8 @@ def files_at(path: Path, version: int) -> VersionFiles:
             "the table no longer has this version",
             path=path,
             version=version,
-            hint="Old ones go with `VACUUM` (`tables.upkeep.remove_after`) and after 30 days. Ask for a "
-            "later time, or for other tables alone: `tables=[…]`.",
+            hint="Old versions are removed by `VACUUM` (`tables.upkeep.remove_after`) and after 30 days. Use a later "
+            "time, or leave this table out: `tables=[…]`.",
         ) from error
     refuse_features(path, table, table.metadata().partition_columns)
     if not all(file.exists() for file in files):
@@ -60,8 +60,8 @@ def files_at(path: Path, version: int) -> VersionFiles:
             "files of this version were removed",
             path=path,
             version=version,
-            hint="They go with `VACUUM` (`tables.upkeep.remove_after`). Ask for a later time, or for other tables "
-            "alone: `tables=[…]`.",
+            hint="Old files are removed by `VACUUM` (`tables.upkeep.remove_after`). Use a later time, or leave this "
+            "table out: `tables=[…]`.",
         )
     columns, names = pa.schema(table.schema().to_arrow()), table.metadata().partition_columns
     partitions = {name: adds.column(f"partition.{name}").cast(columns.field(name).type) for name in names}

@@ -1,1 +1,1 @@
-"""What a schema change at the source does to a lake table."""
+"""Plan and apply the effect of a source's schema change on its lake table."""

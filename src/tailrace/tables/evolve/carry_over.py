@@ -1,8 +1,8 @@
-"""How the rows of a table that keeps the past become rows of another shape, so that a load can be compared with them.
+"""Recast rows of a table that keeps the past, before a reload compares them.
 
-Nothing that the table holds is lost: a value stays in its column where the new type has the very same one, and beside
-it, under another name, where it has not. What the source made of its rows is not known after that, so the shape says
-that a load is owed until one has landed; a crash in between forgets nothing.
+No value in the table is lost. A value stays in its column if the new type has the very same value. Otherwise it stays
+under another name next to the column. After that it is unknown what the source made of its rows. So the schema is
+marked as owing a load until one has been committed, and a crash in between does not forget that.
 
 Pure: no Spark, no I/O.
 """
@@ -22,63 +22,69 @@ from tailrace.tables.schema_errors import REPLACED_HINT
 from tailrace.tables.spec import TableMode, TableSpec
 
 DIGITS = dict(zip(INTEGERS, (5, 10, 19), strict=True))
-"""How many an integer can have."""
+"""Digits that an integer type can have."""
 PLAIN_SCALE_MAX = 6
-"""Decimals with more digits after the point are printed with an exponent where they are small."""
+"""Largest scale at which small decimals are printed without an exponent."""
 
 
 def carry_over(
-    form: TableSpec, old: TableSchema, new: TableSchema, policies: EvolutionPolicies, value_of: ParseValue
+    spec: TableSpec, old: TableSchema, new: TableSchema, policies: EvolutionPolicies, value_of: ParseValue
 ) -> Recast | SchemaChanged:
-    """The recast; or the error that the table stops with, where its rows would not be known by their key any more."""
+    """Return the recast, or the error for rows that would no longer match their keys."""
     before, after = _comparable(old, new)
     found = compare_schemas(before, after)
-    aside = tuple(
+    kept_apart = tuple(
         str(item.column)
         for item in found.changes
         if item.kind is SchemaChangeKind.RETYPE
         and not keeps_values(*(c.type for c in column_of(before, after, str(item.column))))
     )
     renamed = {str(item.old): str(item.new) for item in found.changes if item.kind is SchemaChangeKind.RENAME}
-    if form.mode is not TableMode.APPEND:
+    if spec.mode is not TableMode.APPEND:
         if tuple(renamed.get(name, name) for name in old.key) != new.key:
             return _stop(old, "another key")
-        if lost := [name for name in new.key if name in aside]:
+        if lost := [name for name in new.key if name in kept_apart]:
             return _stop(old, f"retyped {', '.join(lost)}, of the key, to what cannot hold it")
     drops = policies.drop is EvolutionPolicy.APPLY
     return Recast(
         schema=new.with_owed(True),
         added=tuple(str(item.column) for item in found.changes if item.kind is SchemaChangeKind.ADD),
-        renamed=tuple(pair for pair in renamed.items() if pair[1] not in aside),
+        renamed=tuple(pair for pair in renamed.items() if pair[1] not in kept_apart),
         backfilled=_filled(after, found, value_of),
         dropped=tuple(str(item.column) for item in found.changes if item.kind is SchemaChangeKind.DROP and drops),
-        kept_apart=aside,
+        kept_apart=kept_apart,
     )
 
 
 def _comparable(old: TableSchema, new: TableSchema) -> tuple[TableSchema, TableSchema]:
-    """Both, with what tells which column is which: of a table that was made again only the name does."""
+    """Return both schemas with the facts by which their columns are matched.
+
+    A table that was created again is matched by column names only.
+    """
     if old.relation != new.relation:
         return replace(old, facts=None), replace(new, facts=None)
     return old.with_owed(False), new
 
 
 def _filled(new: TableSchema, found: Evolution, value_of: ParseValue) -> tuple[tuple[str, pa.Scalar], ...]:
-    """Constants that rows at rest have in what was added. One that is not understood comes with the load."""
+    """Return constants that existing rows have in added columns.
+
+    A constant that cannot be parsed is omitted: the reload brings it.
+    """
 
     def value(item: SchemaChange) -> pa.Scalar | None:
         column = next(column for column in new.columns if column.name == item.column)
         return value_of(column, item.constant or "")
 
-    filled = [
+    constants = [
         (str(item.column), value(item)) for item in found.changes if item.existing_value is ExistingValue.CONSTANT
     ]
-    return tuple((name, constant) for name, constant in filled if constant is not None)
+    return tuple((name, constant) for name, constant in constants if constant is not None)
 
 
 def _stop(old: TableSchema, change: str) -> SchemaChanged:
     return SchemaChanged(
-        "the table must be loaded anew, and what it keeps of the past cannot be carried over",
+        "the table must be reloaded, and the past that it keeps cannot be carried over",
         table=old.table,
         change=change,
         hint=REPLACED_HINT,
@@ -86,7 +92,10 @@ def _stop(old: TableSchema, change: str) -> SchemaChanged:
 
 
 def keeps_values(was: pa.DataType, now: pa.DataType) -> bool:
-    """Whether every value of one type is the same value in the other, or the text that the source prints of it."""
+    """Return whether the new type keeps every value of the old one, also as text.
+
+    The text must be the one that the source prints.
+    """
     if type_contains(was, now):
         return True
     if was in INTEGERS:

@@ -1,1 +1,1 @@
-"""Reducing changes to rows: the last state per key, or every version."""
+"""Reduce changes to rows: the last state per key, or every version."""

@@ -1,10 +1,10 @@
-"""Changes of one table folded to its last state: one row per key, or per image where there is no key.
+"""Fold changes of one table to its last state: one row per key, or per image without a key.
 
-What must stay true: *absent is not null*. A value the server did not send comes from the row's previous state
-in the batch, through any chain of key moves, else from the table's row under the key the chain began with;
-where neither exists the fold refuses or, if rows can be read again, says that no row of the table has it. A row
-that was deleted lends its values to the move that deleted it and to nothing after that. The result does not
-depend on how the changes were cut into batches.
+Invariant: *unsent is not null*. A value that the server did not send is taken from the row's previous state in the
+batch, through any chain of key moves. Otherwise it is taken from the table's row under the key that the chain began
+with. If neither exists, the fold refuses, or, if rows can be refetched, reports that no row of the table has the value.
+A deleted row lends its values to the key move that deleted it and to nothing after that. The result does not depend on
+how the changes were split into batches.
 
 Pure: no Spark, no I/O. No Python object per row.
 """
@@ -28,49 +28,55 @@ from tailrace.model.schema import TableSchema
 from tailrace.tables.fold.row_ids import Ints, image_numbers, key_numbers
 
 UPSERT, DELETE, END_VERSION, MARK_DELETED = 0, 1, 2, 3
-"""What stands in `op`. The last two are of tables that keep what the source no longer has: end the row's current
-version, and mark the row as deleted; each only if it is there."""
+"""The values of `op`.
+
+The last two are for tables that keep the past: end the row's current version, and mark the row as deleted. Each applies
+only if the row exists.
+"""
 
 Codes = npt.NDArray[np.int8]
 Flags = npt.NDArray[np.bool_]
 
 _UPDATED, _DELETED = Operation.UPDATE.code, Operation.DELETE.code
 UNTOUCHED, ALIVE, GONE = 0, 1, 2
-"""What is known of a key on the way through a batch."""
+"""States of a key during the walk through a batch."""
 NOWHERE = -1
 
 _UNFIT_HINT = (
     "Exclude the table, or change the column's type to one without a limit, such as text or plain numeric, "
-    "then reload the table. `tables.on_bad_row: dead-letter` lets it go on without such rows."
+    "then reload the table. With `tables.on_bad_row: dead-letter` it continues without such rows."
 )
 _RULE_HINT = (
-    "Mend the row at the source or the rule, then reload the table. `tables.on_bad_row: dead-letter` lets it go on "
-    "without such rows."
+    "Correct the row at the source or the rule, then reload the table. With `tables.on_bad_row: dead-letter` it "
+    "continues without such rows."
 )
 _TEXT_HINT = (
-    "The text is not UTF-8, which a SQL_ASCII database does not check. Mend it at the source, or set "
-    "`source.invalid_text: replace` to have it replaced from now on; then reload the table."
+    "The text is not UTF-8, which a SQL_ASCII database does not check. Correct it at the source, or set "
+    "`source.invalid_text: replace` to replace such text from now on. Then reload the table."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TruncateEffect:
-    """What becomes of rows that a TRUNCATE took away, in a table that keeps them: all that no folded row is about."""
+    """The effect of a TRUNCATE on retained rows: applies where no folded row does."""
 
     values: dict[str, pa.Scalar]
-    """By the names of the lake table's own columns."""
+    """New values, by the lake table's own column names."""
     tx: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedChanges:
-    """What a batch comes to. `rows` follows `folded_schema`; when `truncated`, they are all the table holds."""
+    """The result of folding a batch.
+
+    `rows` follows `folded_schema`. If `truncated`, they are all the rows that the table then has.
+    """
 
     truncated: bool
     rows: pa.Table
     truncate_effect: TruncateEffect | None = None
     latest_time: int | None = None
-    """The latest time of commit among the changes, µs since 1970, where the table's form asks for it."""
+    """Latest commit time among the changes, µs since 1970, where the table spec needs it."""
 
     @property
     def empty(self) -> bool:
@@ -78,15 +84,22 @@ class FoldedChanges:
 
     @property
     def partial(self) -> bool:
-        """Whether values are to be taken from the table's rows."""
+        """True if values must be taken from the table's rows."""
         absent = self.rows.column("absent")
         return bool(absent.null_count < len(absent))
 
 
 def folded_schema(schema: TableSchema) -> pa.Schema:
-    """`c0…cN` are the table's own columns in order; `absent` lists the ordinals of those whose value stands in
-    the table's row `base` (its key before this batch; null: in no row of it, whatever has the key now), and `moved`
-    says whether that row had another key since; `copies` counts equal rows of a keyless table."""
+    """Return the Arrow schema of folded rows.
+
+    - `c0…cN`: the table's own columns in order.
+    - `op`: what to do with the row.
+    - `absent`: the ordinals of columns whose values must be taken from the table's row `base`.
+    - `base`: that row's key before this batch. Null means that no row of the table has the values, whatever row has the
+      key now.
+    - `moved`: true if that row had another key since.
+    - `copies`: the count of equal rows, in a keyless table.
+    """
     own = [pa.field(f"c{i}", column.type) for i, column in enumerate(schema.columns)]
     key = [own[i] for i in key_ordinals(schema)]
     return pa.schema(
@@ -102,20 +115,22 @@ def folded_schema(schema: TableSchema) -> pa.Schema:
 
 
 def key_ordinals(schema: TableSchema) -> list[int]:
-    """The key's columns by number, in the table's column order."""
+    """Return the ordinals of the key's columns, in the table's column order."""
     return [i for i, column in enumerate(schema.columns) if column.name in schema.key]
 
 
-def fold(schema: TableSchema, changes: pa.Table, *, rereads: bool = False) -> FoldedChanges:
-    """Fold changes that stand in `_seq` order; optional columns may be missing, foreign ones are ignored. With
-    `rereads` a row may lack values that have no base: whoever applies it reads it from the source again."""
+def fold(schema: TableSchema, changes: pa.Table, *, can_refetch: bool = False) -> FoldedChanges:
+    """Fold changes that are in `_seq` order; optional columns may be missing, unknown ones are ignored.
+
+    With `can_refetch` a row may lack values that have no base: the code that applies it refetches the row.
+    """
     operations = operation_codes(changes)
     truncates = np.flatnonzero(operations == Operation.TRUNCATE.code)
     if truncates.size:
         after = int(truncates[-1]) + 1
         changes, operations = changes.slice(after), operations[after:]
     batch = FoldInput(schema, changes, operations, empty_before=truncates.size > 0)
-    rows = _fold_keyed(batch, rereads=rereads) if schema.key else _fold_keyless(batch)
+    rows = _fold_keyed(batch, can_refetch=can_refetch) if schema.key else _fold_keyless(batch)
     return FoldedChanges(truncated=truncates.size > 0, rows=rows)
 
 
@@ -129,7 +144,7 @@ class FoldInput:
         self.own = [as_type(changes.column(change.stored_name(column.name)), column.type) for column in schema.columns]
 
     def optional(self, name: str) -> Any | None:
-        """An optional column as one array; None when it is null throughout."""
+        """Return an optional column as one array; None if it is null throughout."""
         if name not in self._changes.column_names:
             return None
         column = self._changes.column(name)
@@ -156,7 +171,7 @@ def as_type(column: Any, kind: pa.DataType) -> Any:
 # --- tables with a key -------------------------------------------------------------------------------------
 
 
-def _fold_keyed(batch: FoldInput, *, rereads: bool) -> pa.Table:
+def _fold_keyed(batch: FoldInput, *, can_refetch: bool) -> pa.Table:
     keys = KeyNumbers(batch)
     rows = np.arange(batch.size)
     last = np.full(keys.limit, NOWHERE, np.int64)
@@ -164,25 +179,25 @@ def _fold_keyed(batch: FoldInput, *, rereads: bool) -> pa.Table:
     final = np.sort(last[last >= 0])
     alive = batch.operations[final] != _DELETED
     picked = [final] * len(batch.own)
-    gaps = UnsentValues.of(batch)
-    if gaps is None:
+    unsent = UnsentValues.of(batch)
+    if unsent is None:
         refuse_unfit(batch, picked, alive)
-        return folded_rows(batch.schema, take_places(batch.own, picked), ~alive)
-    source, root, moved = _follow_all(batch, keys, gaps, rereads)
-    at = keys.own[final]
-    for place, ordinal in enumerate(gaps.ordinals):
-        picked[ordinal] = np.where(alive, source[at, place], final)
+        return folded_rows(batch.schema, take_rows(batch.own, picked), ~alive)
+    source, root, moved = _follow_all(batch, keys, unsent, can_refetch)
+    final_keys = keys.own[final]
+    for index, ordinal in enumerate(unsent.ordinals):
+        picked[ordinal] = np.where(alive, source[final_keys, index], final)
     refuse_unfit(batch, picked, alive)
-    missing = (source[at] == NOWHERE) & alive[:, None]
-    absent = ordinal_lists(missing, np.array(gaps.ordinals, np.int16))
+    missing = (source[final_keys] == NOWHERE) & alive[:, None]
+    absent = ordinal_lists(missing, np.array(unsent.ordinals, np.int16))
     partial = missing.any(axis=1)
-    base = keys.structs(np.where(partial, root[at], NOWHERE))
-    taken = take_places(batch.own, picked)
-    return folded_rows(batch.schema, taken, ~alive, absent=absent, base=base, moved=moved[at] & partial)
+    base = keys.structs(np.where(partial, root[final_keys], NOWHERE))
+    taken = take_rows(batch.own, picked)
+    return folded_rows(batch.schema, taken, ~alive, absent=absent, base=base, moved=moved[final_keys] & partial)
 
 
 class KeyNumbers:
-    """Every key of the batch as a number: each row's own, and the one it moved from (-1: it did not)."""
+    """Every key of the batch as a number: each row's own, and its old one if it moved (else -1)."""
 
     def __init__(self, batch: FoldInput) -> None:
         ordinals = key_ordinals(batch.schema)
@@ -206,18 +221,18 @@ class KeyNumbers:
         self._fields = [folded_schema(batch.schema).field(i) for i in ordinals]
 
     def structs(self, numbers: Ints) -> pa.StructArray:
-        """The keys with these numbers, as `base` holds them; null for -1."""
-        somewhere = np.zeros(self.limit, np.int64)
-        somewhere[self._numbers] = np.arange(self._numbers.size)
-        none = numbers == NOWHERE
-        places = pa.array(somewhere[np.where(none, 0, numbers)], mask=none)
-        columns = [column.take(places).combine_chunks() for column in self._columns]
-        return pa.StructArray.from_arrays(columns, fields=self._fields, mask=pa.array(none))
+        """Return the keys with these numbers, as `base` holds them; null for -1."""
+        row_of = np.zeros(self.limit, np.int64)
+        row_of[self._numbers] = np.arange(self._numbers.size)
+        missing = numbers == NOWHERE
+        indices = pa.array(row_of[np.where(missing, 0, numbers)], mask=missing)
+        columns = [column.take(indices).combine_chunks() for column in self._columns]
+        return pa.StructArray.from_arrays(columns, fields=self._fields, mask=pa.array(missing))
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnsentValues:
-    """Which values the server did not send: a flag per row for each column that has any."""
+    """The values that the server did not send: a flag per row for each column that has any."""
 
     ordinals: list[int]
     flags: Flags
@@ -237,21 +252,26 @@ class UnsentValues:
             return None
         flags = np.zeros((batch.size, ordinals.size), np.bool_)
         flags[rows, np.searchsorted(ordinals, columns)] = True
-        found = cls(ordinals=[int(i) for i in ordinals], flags=flags)
-        found._refuse_keys(batch)
-        return found
+        unsent = cls(ordinals=[int(i) for i in ordinals], flags=flags)
+        unsent._refuse_keys(batch)
+        return unsent
 
     def _refuse_keys(self, batch: FoldInput) -> None:
-        for place, ordinal in enumerate(self.ordinals):
+        for index, ordinal in enumerate(self.ordinals):
             if batch.schema.columns[ordinal].name in batch.schema.key:
-                row = int(np.argmax(self.flags[:, place]))
-                raise batch.base_missing(row, "a change came without a part of its key")
+                row = int(np.argmax(self.flags[:, index]))
+                raise batch.base_missing(row, "a change arrived without a part of its key")
 
 
-def _follow_all(batch: FoldInput, keys: KeyNumbers, gaps: UnsentValues, rereads: bool) -> tuple[Ints, Ints, Flags]:
-    """Per key and gappy column the row that gives the value (-1: none does); the key of the table's row that does (-1:
-    none), and whether the row had another since."""
-    source = np.full((keys.limit, len(gaps.ordinals)), NOWHERE, np.int64)
+def _follow_all(
+    batch: FoldInput, keys: KeyNumbers, unsent: UnsentValues, can_refetch: bool
+) -> tuple[Ints, Ints, Flags]:
+    """Find the rows that give unsent values, per key.
+
+    Returns per key and column with unsent values the row that has the value, or -1. Per key it also returns the key of
+    the table's row that has the values, or -1, and whether that row had another key since.
+    """
+    source = np.full((keys.limit, len(unsent.ordinals)), NOWHERE, np.int64)
     root = np.arange(keys.limit)
     state = np.zeros(keys.limit, np.int8)
     left_at = np.full(keys.limit, NOWHERE, np.int64)
@@ -260,9 +280,9 @@ def _follow_all(batch: FoldInput, keys: KeyNumbers, gaps: UnsentValues, rereads:
         batch.operations,
         keys.own,
         keys.old,
-        gaps.flags,
+        unsent.flags,
         batch.empty_before,
-        rereads,
+        can_refetch,
         source,
         root,
         state,
@@ -279,19 +299,19 @@ def _follow(
     operations: Codes,
     own: Ints,
     old: Ints,
-    gap: Flags,
+    unsent: Flags,
     empty_before: bool,
-    rereads: bool,
+    can_refetch: bool,
     source: Ints,
     root: Ints,
     state: Codes,
     left_at: Ints,
     moved: Flags,
 ) -> int:
-    """Walk the changes in order; the first row whose missing values have no base, if none can be read again, or -1.
+    """Walk the changes in order; return the first row whose unsent values have no base, or -1.
 
-    A deleted key keeps its last state until it is used again, and `left_at` says when it went: only the row
-    right after may take values from it, as the other half of a move.
+    With `can_refetch` such rows are allowed. A deleted key keeps its last state until it is used again, and `left_at`
+    records when it was deleted. Only the row right after that may take values from it, as the other half of a key move.
     """
     columns = source.shape[1]
     for i in range(own.size):
@@ -308,11 +328,11 @@ def _follow(
             base = old[i]
         lacks = False
         for c in range(columns):
-            if not gap[i, c]:
+            if not unsent[i, c]:
                 source[k, c] = i
             elif base >= 0:
                 source[k, c] = source[base, c]
-            elif rereads:
+            elif can_refetch:
                 source[k, c], lacks = NOWHERE, True
             else:
                 return i
@@ -329,10 +349,10 @@ def _follow(
 
 
 def _fold_keyless(batch: FoldInput) -> pa.Table:
-    """Net copies per image: +1 for a row that came, -1 for one that went."""
-    gaps = UnsentValues.of(batch)
-    if gaps is not None:
-        row = int(np.argmax(gaps.flags.any(axis=1)))
+    """Return the net copies per image: +1 for an inserted row, -1 for a deleted one."""
+    unsent = UnsentValues.of(batch)
+    if unsent is not None:
+        row = int(np.argmax(unsent.flags.any(axis=1)))
         raise batch.base_missing(row, "a partial change arrived for a table without a key")
     images, weights = _images(batch)
     if not weights.size:
@@ -346,15 +366,18 @@ def _fold_keyless(batch: FoldInput) -> pa.Table:
     rows = np.sort(last[net != 0])
     surviving = unfit.take(pa.array(rows))
     if surviving.null_count < rows.size:
-        at = int(np.argmax(surviving.is_valid().to_numpy()))
-        raise _unfit_image(batch, int(rows[at]), str(surviving[at][0]["column"].as_py()))
+        index = int(np.argmax(surviving.is_valid().to_numpy()))
+        raise _unfit_image(batch, int(rows[index]), str(surviving[index][0]["column"].as_py()))
     copies = net[numbered.numbers[rows]]
-    columns = take_places(images, [rows] * len(images))
+    columns = take_rows(images, [rows] * len(images))
     return folded_rows(batch.schema, columns, copies < 0, copies=copies)
 
 
 def _images(batch: FoldInput) -> tuple[list[Any], Ints]:
-    """The image of every change, then of every row an update replaced; `_unfit` last; and their weights."""
+    """Return all images with their weights, `_unfit` as the last column.
+
+    The image of every change is followed by that of every row that an update replaced.
+    """
     updates = np.flatnonzero(batch.operations == _UPDATED)
     weights = np.where(batch.operations == _DELETED, -1, 1)
     unfit = batch.optional(change.UNFIT)
@@ -364,19 +387,19 @@ def _images(batch: FoldInput) -> tuple[list[Any], Ints]:
     before = batch.optional(change.BEFORE)
     old = None if before is None else before.take(pa.array(updates))
     if old is None or old.null_count:
-        at = 0 if old is None else int(np.argmin(old.is_valid().to_numpy(zero_copy_only=False)))
-        raise batch.base_missing(int(updates[at]), "an update of a table without a key came without the old row")
+        index = 0 if old is None else int(np.argmin(old.is_valid().to_numpy(zero_copy_only=False)))
+        raise batch.base_missing(int(updates[index]), "an update of a table without a key arrived without the old row")
     images = [
         pa.chunked_array([*own.chunks, as_type(pc.struct_field(old, [i]), own.type)], own.type)
         for i, own in enumerate(batch.own)
     ]
-    went = old_unfit(batch.schema, unfit.take(pa.array(updates)))
-    unfits = pa.chunked_array([own_unfit(batch.schema, unfit), went])
+    unfit_before = old_unfit(batch.schema, unfit.take(pa.array(updates)))
+    unfits = pa.chunked_array([own_unfit(batch.schema, unfit), unfit_before])
     return [*images, unfits], np.concatenate([weights, np.full(updates.size, -1)])
 
 
 def _unfit_image(batch: FoldInput, image: int, column: str) -> TailraceError:
-    """An image as `_images` numbers them, those that updates replaced last."""
+    """Return the error for an image, numbered as in `_images`."""
     if image < batch.size:
         return _unfit(batch, image, column)
     updates = np.flatnonzero(batch.operations == _UPDATED)
@@ -384,31 +407,31 @@ def _unfit_image(batch: FoldInput, image: int, column: str) -> TailraceError:
 
 
 def own_unfit(schema: TableSchema, unfit: pa.Array) -> pa.Array:
-    """Of `_unfit` what it says of a change's own values."""
-    return _said_of(unfit, {name: name for name in schema.names})
+    """Return the entries of `_unfit` about a change's own values."""
+    return _unfit_of(unfit, {name: name for name in schema.names})
 
 
 def old_unfit(schema: TableSchema, unfit: pa.Array) -> pa.Array:
-    """Of `_unfit` what it says of the row that an update replaced, as that row's own."""
-    return _said_of(unfit, {f"{change.BEFORE}.{name}": name for name in schema.names})
+    """Return the entries of `_unfit` about the replaced row, under that row's column names."""
+    return _unfit_of(unfit, {f"{change.BEFORE}.{name}": name for name in schema.names})
 
 
-def _said_of(unfit: pa.Array, names: Mapping[str, str]) -> pa.Array:
-    """By their new names, what is said of some columns. Rare, so plain Python."""
+def _unfit_of(unfit: pa.Array, names: Mapping[str, str]) -> pa.Array:
+    """Return the entries about some columns, renamed. Rare, so plain Python."""
     if unfit.null_count == len(unfit):
         return unfit
-    found = [
-        [{"column": names[cell["column"]], "text": cell["text"]} for cell in said or () if cell["column"] in names]
-        for said in unfit.to_pylist()
+    rows = [
+        [{"column": names[cell["column"]], "text": cell["text"]} for cell in cells or () if cell["column"] in names]
+        for cells in unfit.to_pylist()
     ]
-    return pa.array([said or None for said in found], change.UNFIT_TYPE)
+    return pa.array([cells or None for cells in rows], change.UNFIT_TYPE)
 
 
 # --- shared ------------------------------------------------------------------------------------------------
 
 
 def refuse_unfit(batch: FoldInput, picked: list[Ints], alive: Flags) -> None:
-    """Refuse if a value that stays, or any row's key, is one that the column's type cannot hold."""
+    """Refuse unfit values if they stay in the table or are in a key."""
     unfit = batch.optional(change.UNFIT)
     if unfit is None:
         return
@@ -416,9 +439,9 @@ def refuse_unfit(batch: FoldInput, picked: list[Ints], alive: Flags) -> None:
     rows = pc.list_parent_indices(unfit).to_numpy()
     names = pc.struct_field(entries, [0])
     _refuse_unfit_moves(batch, rows, names)
-    found = pc.index_in(names, value_set=pa.array(batch.schema.names))
-    # What stands in `_before` is not used for a table with a key.
-    columns = found.fill_null(NOWHERE).to_numpy()
+    indices = pc.index_in(names, value_set=pa.array(batch.schema.names))
+    # Entries about `_before` are not used for a table with a key.
+    columns = indices.fill_null(NOWHERE).to_numpy()
     for ordinal in np.unique(columns[columns != NOWHERE]).tolist():
         name = batch.schema.columns[ordinal].name
         bad = rows[columns == ordinal]
@@ -429,11 +452,11 @@ def refuse_unfit(batch: FoldInput, picked: list[Ints], alive: Flags) -> None:
 
 
 def _refuse_unfit_moves(batch: FoldInput, rows: Ints, names: Any) -> None:
-    """A key that a row moved from is needed whole."""
+    """Refuse unfit values in a key that a row moved from: it is needed complete."""
     moved = pc.starts_with(names, f"{change.MOVED_FROM}.").to_numpy(zero_copy_only=False)
     if moved.any():
-        at = int(np.argmax(moved))
-        raise _unfit(batch, int(rows[at]), str(names[at].as_py()))
+        index = int(np.argmax(moved))
+        raise _unfit(batch, int(rows[index]), str(names[index].as_py()))
 
 
 def _unfit(batch: FoldInput, row: int, column: str) -> TailraceError:
@@ -459,26 +482,27 @@ def _unfit(batch: FoldInput, row: int, column: str) -> TailraceError:
     )
 
 
-def take_places(columns: Sequence[Any], places: Sequence[Ints]) -> list[Any]:
-    """The rows at these places, column by column; null for -1."""
+def take_rows(columns: Sequence[Any], rows_per_column: Sequence[Ints]) -> list[Any]:
+    """Return the rows at these indices, column by column; null for -1."""
     taken, indices = [], {}
-    for column, rows in zip(columns, places, strict=True):
+    for column, rows in zip(columns, rows_per_column, strict=True):
         if id(rows) not in indices:
             indices[id(rows)] = pa.array(rows, mask=rows == NOWHERE)
         whole = rows.size == len(column) and not indices[id(rows)].null_count
-        taken.append(column if whole and _in_place(rows) else column.take(indices[id(rows)]))
+        taken.append(column if whole and _is_range(rows) else column.take(indices[id(rows)]))
     return taken
 
 
-def _in_place(rows: Ints) -> bool:
+def _is_range(rows: Ints) -> bool:
     return bool((rows == np.arange(rows.size)).all())
 
 
 def ordinal_lists(missing: Flags, ordinals: npt.NDArray[np.int16]) -> pa.Array:
-    rows, places = np.nonzero(missing)
+    """Return per row the ordinals of its missing columns; null for none."""
+    rows, columns = np.nonzero(missing)
     counts = np.bincount(rows, minlength=missing.shape[0])
     offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(ordinals[places]), mask=pa.array(counts == 0))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(ordinals[columns]), mask=pa.array(counts == 0))
 
 
 def folded_rows(
@@ -491,14 +515,14 @@ def folded_rows(
     moved: Flags | None = None,
     copies: Ints | None = None,
 ) -> pa.Table:
-    """Rows as `folded_schema` has them; where `deleted` holds codes they are what is done with each."""
-    fields = folded_schema(schema)
+    """Return rows as `folded_schema` defines them; `deleted` may hold codes for `op` instead of flags."""
+    arrow_schema = folded_schema(schema)
     size = deleted.size
     rest = [
         pa.array(deleted.astype(np.int8)),
-        pa.nulls(size, fields.field("absent").type) if absent is None else absent,
-        pa.nulls(size, fields.field("base").type) if base is None else base,
+        pa.nulls(size, arrow_schema.field("absent").type) if absent is None else absent,
+        pa.nulls(size, arrow_schema.field("base").type) if base is None else base,
         pa.array(np.zeros(size, np.bool_) if moved is None else moved),
         pa.array(np.ones(size, np.int64) if copies is None else copies),
     ]
-    return pa.Table.from_arrays([*columns, *rest], schema=fields)
+    return pa.Table.from_arrays([*columns, *rest], schema=arrow_schema)

@@ -1,8 +1,8 @@
-"""Rows as 128-bit numbers, to tell the rows of one scan among those of another without holding either.
+"""Hash rows to 128-bit numbers, to find rows of one scan in another.
 
-Two rows that are the same have the same number; two that are not have it with a chance of 2^-128, which is less
-than that of a memory error nobody notices. What is the same is what `identity` says, image and key alike. Numbers
-of different seeds have nothing to do with each other.
+Neither scan is held in memory. Equal rows have equal hashes. Different rows have equal hashes with a chance of 2^-128,
+which is less than that of an unnoticed memory error. Equality is as in `row_ids`, for images and for keys. Hashes with
+different `seed`s are unrelated.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from tailrace.kernels import kernel
 from tailrace.tables.fold.row_ids import Ints, float_bits, integer_bits
 
 RowHashes = npt.NDArray[np.uint64]
-"""Two columns: the halves of the number."""
+"""Two columns: the halves of each hash."""
 
 _WORD = 8
 
 
 def hash_images(columns: Sequence[Any], seed: int) -> RowHashes:
-    """One number per row, by everything it holds."""
-    return _prints(columns, seed, signed_zero=True)
+    """Return one hash per row, of all its values."""
+    return _hashes(columns, seed, signed_zero=True)
 
 
 def hash_keys(columns: Sequence[Any], seed: int) -> RowHashes:
-    """One number per row, by key."""
-    return _prints(columns, seed, signed_zero=False)
+    """Return one hash per row, of its key."""
+    return _hashes(columns, seed, signed_zero=False)
 
 
 class RowHashSet:
-    """Numbers to look others up in: 16 bytes each, and 24 more for a moment while it is made."""
+    """A set of hashes to look up others in: 16 bytes each, and 24 more while it is built."""
 
-    def __init__(self, prints: RowHashes) -> None:
-        order = np.argsort(prints[:, 0])
-        self._first, self._second = prints[order, 0], prints[order, 1]
+    def __init__(self, hashes: RowHashes) -> None:
+        order = np.argsort(hashes[:, 0])
+        self._first, self._second = hashes[order, 0], hashes[order, 1]
         same = np.flatnonzero(np.append(True, self._first[1:] != self._first[:-1]))
         self._run = int(np.diff(np.append(same, self._first.size)).max()) if self._first.size else 0
 
     def __len__(self) -> int:
         return int(self._first.size)
 
-    def find(self, prints: RowHashes) -> Ints:
-        """Where each number stands in the set; -1 if it does not."""
-        found = np.full(len(prints), -1, np.int64)
-        order = np.argsort(prints[:, 0])  # asked in order, neighbours lie close in memory
-        start = np.empty(len(prints), np.int64)
-        start[order] = np.searchsorted(self._first, prints[order, 0])
+    def find(self, hashes: RowHashes) -> Ints:
+        """Return the index of each hash in the set; -1 if it is not in it."""
+        found = np.full(len(hashes), -1, np.int64)
+        order = np.argsort(hashes[:, 0])  # in this order, neighbouring lookups are close in memory
+        start = np.empty(len(hashes), np.int64)
+        start[order] = np.searchsorted(self._first, hashes[order, 0])
         for step in range(self._run):
             at = np.minimum(start + step, len(self) - 1)
-            hit = (self._first[at] == prints[:, 0]) & (self._second[at] == prints[:, 1])
+            hit = (self._first[at] == hashes[:, 0]) & (self._second[at] == hashes[:, 1])
             found[hit] = at[hit]
         return found
 
 
-def _prints(columns: Sequence[Any], seed: int, *, signed_zero: bool) -> RowHashes:
+def _hashes(columns: Sequence[Any], seed: int, *, signed_zero: bool) -> RowHashes:
     state = np.empty((len(columns[0]), 2), np.uint64)
     state[:, 0], state[:, 1] = seed & 0xFFFF_FFFF_FFFF_FFFF, seed >> 64
     for column in columns:
@@ -80,13 +80,13 @@ def _absorb_column(column: Any, state: RowHashes, signed_zero: bool) -> None:
 
 
 def _bytes(column: Any, signed_zero: bool) -> tuple[Any, Ints]:
-    """Each value's bytes: all of them, and where each begins and ends."""
+    """Return the bytes of all values, and the offsets where each begins and ends."""
     kind = column.type
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
         offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
         return _data(column.buffers()[2]), offsets.astype(np.int64)
     if pa.types.is_list(kind):
-        elements = _prints([column.values], 0, signed_zero=signed_zero)
+        elements = _hashes([column.values], 0, signed_zero=signed_zero)
         return elements.reshape(-1).view(np.uint8), column.offsets.to_numpy().astype(np.int64) * 2 * _WORD
     if pa.types.is_decimal(kind):
         size = kind.byte_width
@@ -105,7 +105,7 @@ def _data(buffer: Any) -> Any:
 
 @kernel
 def _absorb(data: npt.NDArray[np.uint8], offsets: Ints, valid: npt.NDArray[np.bool_], state: RowHashes) -> None:
-    """Mix each value's length and bytes, eight at a time, into its row's number, as MurmurHash3 does."""
+    """Mix each value's length and bytes into its row's hash, as MurmurHash3 does."""
     first, second = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
     for row in range(valid.size):
         a, b = state[row, 0], state[row, 1]
@@ -125,7 +125,7 @@ def _absorb(data: npt.NDArray[np.uint8], offsets: Ints, valid: npt.NDArray[np.bo
             if start >= stop:
                 break
             word = np.uint64(0)
-            for place in range(min(8, stop - start)):
-                word |= np.uint64(data[start + place]) << np.uint64(8 * place)
+            for index in range(min(8, stop - start)):
+                word |= np.uint64(data[start + index]) << np.uint64(8 * index)
             start += 8
         state[row, 0], state[row, 1] = a, b

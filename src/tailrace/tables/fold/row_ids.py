@@ -1,8 +1,8 @@
-"""Rows as numbers: two rows get the same number exactly when they hold the same values.
+"""Number rows: two rows have the same number exactly if they are equal.
 
-Null equals null and NaN equals NaN. As an *image* a row is what its bits say, so 0.0 is not -0.0; as a *key*
-they are one value, because the source's unique index and every engine's join say so. Everything that asks
-whether two rows are the same asks here, so the fold and the tables never disagree.
+Null equals null and NaN equals NaN. As an *image* a row is compared by its bits, so 0.0 is not -0.0. As a *key* they
+are one value, because the source's unique index and every engine's join treat them as one. All code that compares rows
+uses this module, so the fold and the tables never disagree.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ Ints = npt.NDArray[np.int64]
 
 _INT64_MAX = (1 << 63) - 1
 _OFFSETS_32_BYTES_MAX = 1 << 30
-"""Text past this is given 64-bit offsets before its chunks are joined; Arrow's limit is twice that."""
+"""Size of text above which it gets 64-bit offsets before its chunks are combined. Arrow's limit is twice that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumberedRows:
-    """One number per row, each below `limit`; `limit` is at most a small multiple of the number of rows."""
+    """One number per row, each below `limit`.
+
+    `limit` is at most a small multiple of the row count.
+    """
 
     numbers: Ints
     limit: int
@@ -37,12 +40,12 @@ def key_numbers(columns: Sequence[Any]) -> NumberedRows:
 
 
 def image_numbers(columns: Sequence[Any]) -> NumberedRows:
-    """Number rows by everything they hold."""
+    """Number rows by all their values."""
     return _combined([_codes(one_array(column), signed_zero=True) for column in columns])
 
 
 def one_array(column: Any) -> Any:
-    """The column as one array, with offsets wide enough for it."""
+    """Return the column as one array, with offsets wide enough for it."""
     if isinstance(column, pa.ChunkedArray):
         wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(column.type)
         if wide is not None and column.nbytes > _OFFSETS_32_BYTES_MAX:
@@ -67,7 +70,7 @@ def _spread_max(rows: int) -> int:
 
 
 def _dense(values: Ints) -> NumberedRows:
-    """Renumber from zero. Values that lie close together keep their distances: no hashing."""
+    """Renumber from zero. Values that are close together keep their distances, without hashing."""
     if values.size:
         low, high = int(values.min()), int(values.max())
         if high - low < _spread_max(values.size):
@@ -102,7 +105,7 @@ def _codes(column: Any, *, signed_zero: bool) -> NumberedRows:
 
 
 def integer_bits(column: Any) -> Ints | None:
-    """The values of a type that is an integer underneath, nulls as zero; None for any other type."""
+    """Return the values of an integer-based type, nulls as zero; None for any other type."""
     kind = column.type
     if pa.types.is_timestamp(kind):
         column = column.view(pa.int64())
@@ -117,7 +120,7 @@ def integer_bits(column: Any) -> Ints | None:
 
 
 def float_bits(column: Any, signed_zero: bool) -> Ints:
-    """The bits of the values as doubles, one pattern for every NaN; nulls as zero."""
+    """Return the values' bits as doubles, one pattern for every NaN; nulls as zero."""
     values = column.fill_null(0.0).to_numpy(zero_copy_only=False).astype(np.float64)
     values[np.isnan(values)] = np.nan
     if not signed_zero:
@@ -127,7 +130,7 @@ def float_bits(column: Any, signed_zero: bool) -> Ints:
 
 
 def _list_codes(column: Any, signed_zero: bool) -> NumberedRows:
-    """A list is the sequence of its elements' numbers: those bytes, dictionary-encoded."""
+    """Number lists by their elements' numbers: those bytes, dictionary-encoded."""
     elements = _codes(column.values, signed_zero=signed_zero).numbers
     bounds = column.offsets.to_numpy().astype(np.int64) * elements.itemsize
     buffers = [None, pa.py_buffer(bounds), pa.py_buffer(np.ascontiguousarray(elements))]

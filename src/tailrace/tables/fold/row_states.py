@@ -1,9 +1,9 @@
-"""Every change as the whole state of its row: what a table that keeps the past is made of.
+"""Compute a row's whole state after every change, for tables that keep the past.
 
-A state is what a key's row was after one change. What the change did not bring is in the state before it, through any
-chain of key moves, and where the chain begins in the table; or, if rows can be read again, at the source alone. A
-TRUNCATE ends every row that is alive, each by a state of its own. A delete of a row that is known not to be there makes
-no state.
+A state is a key's row after one change. Values that the change did not have are in the state before it, through any
+chain of key moves. At the chain's start they are in the table, or, if rows can be refetched, only at the source. A
+TRUNCATE ends every existing row, each by a state of its own. A delete of a row that is known not to exist makes no
+state.
 
 Pure: no Spark, no I/O. No Python object per row.
 """
@@ -29,7 +29,7 @@ from tailrace.tables.fold.fold import (
     operation_codes,
     ordinal_lists,
     refuse_unfit,
-    take_places,
+    take_rows,
 )
 from tailrace.tables.fold.row_ids import Ints
 
@@ -37,18 +37,18 @@ _UPDATED, _DELETED, _TRUNCATED = Operation.UPDATE.code, Operation.DELETE.code, O
 
 
 class RowStates:
-    """The states of a batch of changes in order; each array has one value for each state."""
+    """The states of a batch of changes in order; each array has one value per state."""
 
-    def __init__(self, schema: TableSchema, changes: pa.Table, *, rereads: bool = False) -> None:
+    def __init__(self, schema: TableSchema, changes: pa.Table, *, can_refetch: bool = False) -> None:
         self._schema = schema
         self._batch = FoldInput(schema, changes, operation_codes(changes), empty_before=False)
         self._gaps = UnsentValues.of(self._batch)
         self._keys = KeyNumbers(self._batch)
         operations = self._batch.operations
         size, truncates = operations.size, np.flatnonzero(operations == _TRUNCATED)
-        most = size * 2 if truncates.size else size
-        self.row, self.key, self.prev, self._root = (np.full(most, NOWHERE, np.int64) for _ in range(4))
-        self.alive, self._moved, self.first = (np.zeros(most, np.bool_) for _ in range(3))
+        states_max = size * 2 if truncates.size else size
+        self.row, self.key, self.prev, self._root = (np.full(states_max, NOWHERE, np.int64) for _ in range(4))
+        self.alive, self._moved, self.first = (np.zeros(states_max, np.bool_) for _ in range(3))
         partial = np.zeros(size, np.bool_)
         if self._gaps is not None:
             partial[:] = self._gaps.flags.any(axis=1)
@@ -58,7 +58,7 @@ class RowStates:
             self._keys.old,
             partial,
             self._keys.limit,
-            rereads,
+            can_refetch,
             self.row,
             self.key,
             self.alive,
@@ -72,25 +72,25 @@ class RowStates:
         for name in ("row", "key", "alive", "prev", "_root", "_moved", "first"):
             setattr(self, name, getattr(self, name)[:found])
         self.truncated_at = int(truncates[0]) if truncates.size else None
-        """The first change that took all rows away."""
+        """The first TRUNCATE; None without one."""
 
     def __len__(self) -> int:
         return int(self.row.size)
 
     @property
     def inserted(self) -> Flags:
-        """Whether the change brought the row, and did not find it."""
+        """Flags of states whose change inserted the row."""
         operations = self._batch.operations[self.row]
         flags: Flags = (operations != _UPDATED) & (operations != _DELETED) & (operations != _TRUNCATED)
         return flags
 
     def rows(self, which: Ints, stored: TableSchema, added: list[pa.Array], operations: Codes) -> pa.Table:
-        """These states as folded rows of the lake table's shape: the source's columns, then those that were added."""
+        """Return states as folded rows of the table's schema: the source's columns, then the added ones."""
         ordinals, keys = range(len(self._schema.columns)), set(key_ordinals(self._schema))
         picked, missing = [], np.zeros((which.size, len(ordinals)), np.bool_)
         for ordinal in ordinals:
             source = self._source(ordinal, is_key=ordinal in keys)[which]
-            # Of what is only marked or ended nothing but the key counts: the table's row has the rest, and keeps it.
+            # A row that is only marked or ended needs just its key: the table's row has and keeps the other values.
             wanted = (operations == UPSERT) | (ordinal in keys)
             missing[:, ordinal] = wanted & (source == NOWHERE)
             picked.append(np.where(wanted & (source != NOWHERE), self.row[source], NOWHERE))
@@ -100,7 +100,7 @@ class RowStates:
         absent = ordinal_lists(missing, np.arange(len(ordinals), dtype=np.int16))
         return folded_rows(
             stored,
-            [*take_places(self._batch.own, picked), *added],
+            [*take_rows(self._batch.own, picked), *added],
             operations,
             absent=absent,
             base=base,
@@ -108,7 +108,7 @@ class RowStates:
         )
 
     def _source(self, ordinal: int, *, is_key: bool) -> Ints:
-        """Per state the one that brought the value of a column; -1: the table has it."""
+        """Return, per state, the state that has a column's value; -1: the table has it."""
         operations = self._batch.operations[self.row]
         gaps = operations == _TRUNCATED if is_key else (operations == _TRUNCATED) | (operations == _DELETED)
         if self._gaps is not None and ordinal in self._gaps.ordinals:
@@ -126,7 +126,7 @@ def _walk(
     old: Ints,
     partial: Flags,
     keys: int,
-    rereads: bool,
+    can_refetch: bool,
     row: Ints,
     key: Ints,
     alive: Flags,
@@ -135,8 +135,11 @@ def _walk(
     moved: Flags,
     first: Flags,
 ) -> int:
-    """Walk the changes in order; the number of states, or below zero the first change whose missing values have no
-    base, counted from -1. Where rows can be read again such a state has no root: no row of the table is its base."""
+    """Walk the changes in order; return the number of states, or an error code below zero.
+
+    The code -i - 1 means that change i lacks values and has no base. If rows can be refetched, such a state has no root
+    instead: no row of the table is its base.
+    """
     count = epoch = listed = 0
     last, since = np.full(keys, -1, np.int64), np.full(keys, -1, np.int64)
     left, touched = np.full(keys, -1, np.int64), np.empty(keys, np.int64)
@@ -165,7 +168,7 @@ def _walk(
                 continue
         elif old[i] >= 0 and i > 0 and left[old[i]] == i - 1:
             before, base, based = last[old[i]], root[last[old[i]]], True
-        if partial[i] and not (based or rereads):
+        if partial[i] and not (based or can_refetch):
             return -i - 1
         row[count], key[count], alive[count], prev[count] = i, k, operations[i] != _DELETED, before
         root[count] = base if based or partial[i] else k
@@ -182,7 +185,7 @@ def _walk(
 
 @kernel
 def _reach(prev: Ints, gaps: Flags, source: Ints) -> None:
-    """Let every state with a gap have what the one before it has."""
+    """Give every state with a gap the source of the state before it."""
     for i in range(source.size):
         if gaps[i]:
             source[i] = source[prev[i]] if prev[i] >= 0 else -1

@@ -1,9 +1,11 @@
-"""Changes as versions of rows: when each began, and when it ended.
+"""Fold changes to versions of rows, each with its begin and its end.
 
-What a transaction leaves of a row is one version, however often it changed it; what it makes and takes away again is
-none. Versions are in the order of `_seq`. Times never go back, though commit times may: each change counts as made at
-the latest time of commit that the table has seen so far, so the table remembers that (`Folded.clock`, `timed`). A
-version that the same transaction began in an earlier batch is replaced, so it does not matter where a batch was cut.
+A transaction leaves one version of a row, however often it changed the row. A row that it inserts and deletes again has
+no version. Versions are in the order of `_seq`.
+
+Times never decrease, though commit times may. Each change counts as made at the latest commit time that the table has
+seen so far, so the table records that time (`FoldedChanges.latest_time`). If the same transaction began a version in an
+earlier batch, that version is replaced. So it does not matter where a batch was split.
 
 Pure: no Spark, no I/O.
 """
@@ -25,40 +27,54 @@ from tailrace.tables.fold.row_states import RowStates
 from tailrace.tables.spec import CURRENT, TIME, VALID_FROM, VALID_TO, TableSpec
 
 LATEST = "\0latest"
-"""Beside changes of which only some are folded together: the latest time of commit up to each among all, µs since
-1970. No source can have a column of this name."""
+"""Column with the latest commit time among all changes so far, µs since 1970.
+
+Set when only some of the changes are folded together. No source column can have this name.
+"""
 
 
-def fold_versions(form: TableSpec, schema: TableSchema, stored: TableSchema, changes: pa.Table) -> FoldedChanges:
-    """The versions that come in, and which keys' current ones they end."""
+def fold_versions(spec: TableSpec, schema: TableSchema, stored: TableSchema, changes: pa.Table) -> FoldedChanges:
+    """Return the new versions, and the keys whose current versions end."""
     states = RowStates(schema, changes)
     times, txs = latest_times(changes), changes.column(change.TX).to_numpy()
     runs = _Runs(states, txs)
     kept = states.alive[runs.last]
     ended = np.where(runs.follows, np.roll(times[states.row[runs.last]], -1), -1)
-    made, closing = runs.last[kept], runs.first[runs.begins & ~states.inserted[runs.first] & states.first[runs.first]]
-    which = np.concatenate([made, closing])
-    operations = np.repeat(np.array([UPSERT, END_VERSION], np.int8), [made.size, closing.size])
-    starts = np.concatenate([times[states.row[made]], np.full(closing.size, -1)])
-    ends = np.concatenate([ended[kept], times[states.row[closing]]])
-    own = {VALID_FROM: _times(starts), VALID_TO: _times(ends), CURRENT: pa.array((ends < 0) & (operations == UPSERT))}
-    rows = pa.array(states.row[which])
+    new, ended_before = (
+        runs.last[kept],
+        runs.first[runs.begins & ~states.inserted[runs.first] & states.first[runs.first]],
+    )
+    chosen = np.concatenate([new, ended_before])
+    operations = np.repeat(np.array([UPSERT, END_VERSION], np.int8), [new.size, ended_before.size])
+    starts = np.concatenate([times[states.row[new]], np.full(ended_before.size, -1)])
+    ends = np.concatenate([ended[kept], times[states.row[ended_before]]])
+    version_columns = {
+        VALID_FROM: _times(starts),
+        VALID_TO: _times(ends),
+        CURRENT: pa.array((ends < 0) & (operations == UPSERT)),
+    }
+    rows = pa.array(states.row[chosen])
     added = [
-        own[column.name] if column.name in own else as_type(changes.column(column.name), column.type).take(rows)
-        for column in form.added_columns
+        version_columns[column.name]
+        if column.name in version_columns
+        else as_type(changes.column(column.name), column.type).take(rows)
+        for column in spec.added_columns
     ]
-    folded = states.rows(which, stored, added, operations)
+    folded = states.rows(chosen, stored, added, operations)
     clock = int(times[-1]) if times.size else None
-    if (at := states.truncated_at) is None:
+    if (truncate := states.truncated_at) is None:
         return FoldedChanges(truncated=False, rows=folded, latest_time=clock)
-    values = {VALID_TO: pa.scalar(int(times[at]), TIME), CURRENT: pa.scalar(False)}
+    values = {VALID_TO: pa.scalar(int(times[truncate]), TIME), CURRENT: pa.scalar(False)}
     return FoldedChanges(
-        truncated=False, rows=folded, latest_time=clock, truncate_effect=TruncateEffect(values=values, tx=int(txs[at]))
+        truncated=False,
+        rows=folded,
+        latest_time=clock,
+        truncate_effect=TruncateEffect(values=values, tx=int(txs[truncate])),
     )
 
 
 def latest_times(changes: pa.Table) -> Ints:
-    """For each change the latest time of commit so far."""
+    """Return for each change the latest commit time so far."""
     if LATEST in changes.column_names:
         known: Ints = changes.column(LATEST).to_numpy()
         return known
@@ -68,7 +84,7 @@ def latest_times(changes: pa.Table) -> Ints:
 
 
 class _Runs:
-    """States of one key that one transaction made, each run by its first and its last; the runs of a key in order."""
+    """Runs of states of one key made by one transaction, in order; each with its first and last state."""
 
     def __init__(self, states: RowStates, txs: Ints) -> None:
         order = np.argsort(states.key, kind="stable")
@@ -81,9 +97,9 @@ class _Runs:
         key_of = states.key[self.first]
         same = key_of[1:] == key_of[:-1]
         self.begins: Flags = np.concatenate([np.ones(min(heads.size, 1), np.bool_), ~same])
-        """Whether it is the first of its key,"""
+        """Flags of runs that are the first of their key."""
         self.follows: Flags = np.concatenate([same, np.zeros(min(heads.size, 1), np.bool_)])
-        """and whether another one of it comes after."""
+        """Flags of runs that another run of their key follows."""
 
 
 def _times(values: Ints) -> Any:
@@ -91,14 +107,14 @@ def _times(values: Ints) -> Any:
 
 
 def clamp_times(stored: TableSchema, folded: FoldedChanges, clock: int) -> FoldedChanges:
-    """The same with no time before the clock."""
+    """Return the folded changes with no time before the clock."""
     if folded.latest_time is None:
         return folded
     least = pa.scalar(clock, TIME)
     rows = folded.rows
     for name in (VALID_FROM, VALID_TO):
-        at = stored.names.index(name)
-        rows = rows.set_column(at, rows.schema.field(at), clamp_to_minimum(rows.column(at), least))
+        index = stored.names.index(name)
+        rows = rows.set_column(index, rows.schema.field(index), clamp_to_minimum(rows.column(index), least))
     return replace(
         folded,
         rows=rows,
@@ -108,7 +124,7 @@ def clamp_times(stored: TableSchema, folded: FoldedChanges, clock: int) -> Folde
 
 
 def clamp_truncate(ended: TruncateEffect | None, clock: int) -> TruncateEffect | None:
-    """What a TRUNCATE does, with no time before the clock."""
+    """Return the truncate effect with no time before the clock."""
     if ended is None:
         return None
     least = pa.scalar(clock, TIME)

@@ -1,1 +1,1 @@
-"""What an Iceberg table says of itself, read without Spark."""
+"""Read an Iceberg table's metadata without Spark."""

@@ -1,9 +1,10 @@
-"""Where an Iceberg table's newest metadata is found: a folder of numbered files, or a catalog that says it.
+"""Find an Iceberg table's newest metadata: in a folder of numbered files, or through a catalog.
 
-A catalog is named in settings, and is plain data: Spark may send it to its workers. What a table's commits say is
-read here without Java, so that a command or the start of a pipeline needs no Spark to know where a table stands.
-Commits are made by the connector (`spark/writers/iceberg_commits.py`). The tables themselves lie below one folder,
-whichever catalog lists them."""
+A catalog is configured in the settings, and is plain data: Spark may send it to its workers. The metadata is read here
+without Java, so a command or the start of a pipeline can find a table's position without Spark. Commits are made by the
+connector (`spark/writers/iceberg_commits.py`). The tables themselves are below one folder, whichever catalog lists
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from tailrace.tables.table_paths import UNUSABLE
 CatalogKind = Literal["hadoop", "rest", "jdbc"]
 
 VERSIONS_MAX = 1_000_000
-"""That a folder's hint may lie behind."""
+"""Versions by which a folder's hint may be behind."""
 
 _CODECS = (".metadata.json", ".gz.metadata.json", ".metadata.json.gz")
 _NUMBERED = re.compile(r"v(\d+)(?:\.metadata\.json|\.gz\.metadata\.json|\.metadata\.json\.gz)")
@@ -35,47 +36,49 @@ _NUMBERED = re.compile(r"v(\d+)(?:\.metadata\.json|\.gz\.metadata\.json|\.metada
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """Where the Iceberg tables of one pipeline are listed."""
+    """The catalog of one pipeline's Iceberg tables."""
 
     kind: CatalogKind
     root: Path
-    """The folder below which they lie."""
+    """The folder that has all the tables."""
     uri: str = field(default="", repr=False)
     warehouse: str = ""
-    """As a REST catalog calls it."""
+    """The warehouse's name in a REST catalog."""
     properties: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """For the connector's catalog, as they are; credentials are among them."""
+    """Properties for the connector's catalog, unchanged; they include credentials."""
     version: Literal[2, 3] = 2
-    """Iceberg's format version of tables that are made."""
+    """Iceberg's format version for new tables."""
 
     def levels(self, path: Path) -> tuple[str, ...]:
-        """A table's name, after the levels of its namespace, from where it lies."""
+        """Return a table's name, with the levels of its namespace, from its folder."""
         names = path.relative_to(self.root.absolute()).parts
         if len(names) < 2 or any(UNUSABLE.search(name) or ":" in name for name in names):
             raise TableUnusable(
                 "an Iceberg table cannot have this name",
                 path=path,
-                hint=r"Give it one of two parts, without [ ] \ ^ | : and percent signs: `name:` in `tables.rules`.",
+                hint=r"Set a name of two parts, without [ ] \ ^ | : and percent signs: `name:` in `tables.rules`.",
             )
         return names
 
     def metadata(self, path: Path) -> dict[str, Any] | None:
-        """What the newest commit of a table made of it; None if there is none."""
-        ways: Mapping[str, Callable[[Path], dict[str, Any] | None]] = {
+        """Return the metadata of a table's newest commit; None without a table."""
+        readers: Mapping[str, Callable[[Path], dict[str, Any] | None]] = {
             "hadoop": self._in_folder,
             "rest": self._at_server,
             "jdbc": self._in_database,
         }
         try:
-            found = ways[self.kind](path)
+            found = readers[self.kind](path)
             if found is not None and "format-version" not in found:
-                raise ValueError("not what Iceberg says of a table")
+                raise ValueError("not an Iceberg table's metadata")
             return found
         except OSError as exc:
             raise unreadable(path, exc) from exc
         except (ValueError, KeyError, TypeError) as exc:
             raise TableUnusable(
-                "the table's metadata cannot be read", path=path, hint="Is it an Iceberg table, and whole?"
+                "the table's metadata cannot be read",
+                path=path,
+                hint="Check that it is an Iceberg table and that no file is missing.",
             ) from exc
 
     # A folder.
@@ -89,19 +92,19 @@ class Catalog:
 
     def _in_database(self, path: Path) -> dict[str, Any] | None:
         *namespace, name = self.levels(path)
-        asked = (SPARK_CATALOG, ".".join(namespace), name)
+        row_key = (SPARK_CATALOG, ".".join(namespace), name)
         try:
-            found = self._ask_database(asked)
+            location = self._metadata_location(row_key)
         except psycopg.Error as exc:
-            # Its own words quote pieces of a URL that it cannot read, the password among them.
-            raise self._silent(path, type(exc).__name__) from None
+            # Its own message quotes parts of a URL that it cannot parse, including the password.
+            raise self._unavailable(path, type(exc).__name__) from None
         except sqlite3.Error as exc:
-            raise self._silent(path, type(exc).__name__) from exc
-        if found is None:
+            raise self._unavailable(path, type(exc).__name__) from exc
+        if location is None:
             return None
-        return read_metadata(local_path(found))
+        return read_metadata(local_path(location))
 
-    def _ask_database(self, asked: tuple[str, str, str]) -> str | None:
+    def _metadata_location(self, row_key: tuple[str, str, str]) -> str | None:
         sql = (
             "select metadata_location from iceberg_tables"
             " where catalog_name = {0} and table_namespace = {0} and table_name = {0}"
@@ -113,15 +116,17 @@ class Catalog:
             with contextlib.closing(sqlite3.connect(file, timeout=ANSWER_SECONDS_MAX)) as lite:
                 if not lite.execute("select 1 from sqlite_master where name = 'iceberg_tables'").fetchone():
                     return None
-                row = lite.execute(sql.format("?"), asked).fetchone()
+                row = lite.execute(sql.format("?"), row_key).fetchone()
         else:
-            given = {name: value for name in ("user", "password") if (value := self.properties.get(f"jdbc.{name}"))}
+            credentials = {
+                name: value for name in ("user", "password") if (value := self.properties.get(f"jdbc.{name}"))
+            }
             url, seconds = self.uri.removeprefix("jdbc:"), int(ANSWER_SECONDS_MAX)
-            with psycopg.connect(url, connect_timeout=seconds, autocommit=True, **given) as server:  # type: ignore[arg-type] # the rest are texts
-                there = server.execute("select to_regclass('iceberg_tables') is not null").fetchone()
-                if there is None or not there[0]:
+            with psycopg.connect(url, connect_timeout=seconds, autocommit=True, **credentials) as server:  # type: ignore[arg-type] # the rest are texts
+                exists = server.execute("select to_regclass('iceberg_tables') is not null").fetchone()
+                if exists is None or not exists[0]:
                     return None
-                row = server.execute(sql.format("%s").encode(), asked).fetchone()
+                row = server.execute(sql.format("%s").encode(), row_key).fetchone()
         return None if row is None else str(row[0])
 
     # A server that speaks REST.
@@ -131,33 +136,33 @@ class Catalog:
         try:
             found = load_table(self.uri, self.warehouse, self.properties, namespace, name)
         except Unanswered as exc:
-            raise self._silent(path, exc.reason) from exc
+            raise self._unavailable(path, exc.reason) from exc
         return None if found is None else dict(found["metadata"])
 
-    def _silent(self, path: Path, reason: str) -> TableUnusable:
+    def _unavailable(self, path: Path, reason: str) -> TableUnusable:
         return TableUnusable(
-            "the Iceberg catalog does not say where the table is",
+            "the Iceberg catalog cannot be read",
             path=path,
             catalog=self.kind,
             reason=reason,
-            hint="Is it up, and are `uri` and what it asks for in `tables.catalog` right?",
+            hint="Check that it is running, and that `uri` and the credentials in `tables.catalog` are right.",
         )
 
 
 SPARK_CATALOG = "tailrace"
-"""What our catalog is called in Spark, and in the rows of a JDBC catalog."""
+"""Our catalog's name in Spark, and in the rows of a JDBC catalog."""
 
 
 def newest_file(folder: Path) -> Path | None:
-    """The metadata of a table that no catalog lists, by the highest number; None if there is none."""
+    """Return the newest metadata file of a table that no catalog lists; None without any."""
     number = _hinted(folder)
     if number is None:
-        numbers = [int(said[1]) for entry in _entries(folder) if (said := _NUMBERED.fullmatch(entry))]
+        numbers = [int(match[1]) for entry in _entries(folder) if (match := _NUMBERED.fullmatch(entry))]
         return _numbered(folder, max(numbers)) if numbers else None
     # The hint is written after the commit, so commits may be ahead of it.
     found = _numbered(folder, number)
-    for following in range(number + 1, number + VERSIONS_MAX):
-        newer = _numbered(folder, following)
+    for next_number in range(number + 1, number + VERSIONS_MAX):
+        newer = _numbered(folder, next_number)
         if newer is None:
             break
         found = newer
@@ -185,7 +190,7 @@ def _numbered(folder: Path, number: int) -> Path | None:
 
 
 def local_path(location: str) -> Path:
-    """A file of this machine, from what Iceberg says."""
+    """Return the path of a local file from Iceberg's location."""
     path = re.sub(r"^file:(//(?=/))?", "", location)  # never percent-encoded
     if not path.startswith("/"):
         raise ValueError("not on this file system")
@@ -193,7 +198,7 @@ def local_path(location: str) -> Path:
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
-    """One metadata file."""
+    """Read one metadata file."""
     content = file.read_bytes()
     if content.startswith(b"\x1f\x8b"):
         content = gzip.decompress(content)

@@ -1,13 +1,12 @@
-"""The columns of an Iceberg table: each has a number, by which files and table know it, whatever it is called.
+"""Map columns to Iceberg fields, which have ids that files and tables know them by.
 
-A load and whatever else replaces every row numbers the columns anew, from one, as Iceberg does for a new table. So
-tasks can number the columns of files that they write before it is known what the table is. Otherwise a column keeps its
-number through every change of its name, and one that is added gets a number that no column ever had: a dropped column's
-values never come back.
+A load, like any replacement of every row, assigns ids from one, as Iceberg does for a new table. So tasks can assign
+the ids in files before the table is known. Otherwise a column keeps its id through every rename. An added column gets
+an id that no column ever had, so a dropped column's values never reappear.
 
-A table is partitioned by columns as they are (`identity`), which its metadata calls by their numbers. Iceberg can read
-and write a table only if every partitioning in its metadata is one of columns that it has. So one that the table's new
-columns do not mean is forgotten, with all snapshots of before.
+A table is partitioned by unchanged column values (`identity`); its metadata names them by id. Iceberg can read and
+write a table only if every partition spec in its metadata is of existing columns. So a partition spec that does not fit
+the table's new columns is removed, with all earlier snapshots.
 
 Pure: no I/O.
 """
@@ -29,19 +28,19 @@ from tailrace.tables.evolve.recast_columns import RecastColumns
 from tailrace.tables.limits import refuse_names
 
 Field = dict[str, Any]
-"""One column, as Iceberg's metadata has it."""
+"""One column as in Iceberg's metadata."""
 Spec = dict[str, Any]
-"""What a table is, or was, partitioned by, in the same way."""
+"""A present or past partition spec, as in Iceberg's metadata."""
 
 RESERVED = frozenset([
     "_file", "_pos", "_deleted", "_spec_id", "_partition", "_row_id", "_last_updated_sequence_number", "_change_type",
     "_change_ordinal", "_commit_snapshot_id",
 ])  # fmt: skip
-"""What the connector tells of each row; a table with a column of such a name cannot be read by it."""
+"""Names of the connector's own metadata columns. It cannot read a table that has a column of such a name."""
 
 IDENTITY = "identity"
 FIRST_PARTITION = 1000
-"""Columns of partitions are numbered from here, as Iceberg does it."""
+"""The first id of partition fields, as in Iceberg."""
 
 _NUMBER = b"PARQUET:field_id"
 _NAMES: list[tuple[pa.DataType, str]] = [
@@ -52,41 +51,48 @@ _NAMES: list[tuple[pa.DataType, str]] = [
 _TYPES = {name: kind for kind, name in _NAMES if kind not in (pa.int8(), pa.int16())}
 _DECIMAL = re.compile(r"decimal\((\d+), ?(\d+)\)")
 _WIDER = {("int", "long"), ("float", "double")}
-"""What a column may become while its files stay as they are; a decimal may get more digits before its point."""
+"""Type changes that leave the files as they are.
+
+A decimal may also get more digits before its point.
+"""
 
 
 def fresh_fields(columns: Sequence[Column]) -> list[Field]:
-    """Columns numbered from one: the table's own first, then what is in them, as Iceberg does for a new table."""
+    """Assign ids from one: first to the columns, then to what is nested in them, as Iceberg does."""
     numbers = itertools.count(len(columns) + 1)
     return [_field(number, column, numbers) for number, column in enumerate(columns, start=1)]
 
 
-def recast_fields(held: Sequence[Field], laid: RecastColumns, last: int) -> list[Field] | None:
-    """The columns after a change of shape that leaves every file as it is; None if rows must be written anew. `last` is
-    the highest number that a column of the table ever had."""
-    if laid.backfilled:
+def recast_fields(old_fields: Sequence[Field], plan: RecastColumns, last: int) -> list[Field] | None:
+    """Return the columns after a schema change that keeps every file; None if rows must be rewritten.
+
+    `last` is the highest id that a column of the table ever had.
+    """
+    if plan.backfilled:
         return None
-    numbers, by_name = itertools.count(last + 1), {field["name"]: field for field in held}
-    found: list[Field] = []
-    for column, old in zip(laid.columns, laid.source_names, strict=True):
+    numbers, by_name = itertools.count(last + 1), {field["name"]: field for field in old_fields}
+    fields: list[Field] = []
+    for column, old in zip(plan.columns, plan.source_names, strict=True):
         if old is None:
-            found.append(_field(next(numbers), column, numbers))
+            fields.append(_field(next(numbers), column, numbers))
             continue
         kind = _type(column, column.type, numbers)
-        was = by_name[old]
-        if _same(was["type"], kind):
-            found.append({**was, "name": column.name})
-        elif _widens(was["type"], kind):
-            found.append({**was, "name": column.name, "type": kind})
+        old_field = by_name[old]
+        if _same(old_field["type"], kind):
+            fields.append({**old_field, "name": column.name})
+        elif _widens(old_field["type"], kind):
+            fields.append({**old_field, "name": column.name, "type": kind})
         else:
             return None
-    return found
+    return fields
 
 
-def are_same(held: Sequence[Field], fields: Sequence[Field], names: Sequence[str]) -> bool:
-    """Whether columns of these names are what they were."""
-    was, now = ({field["name"]: (field["id"], field["type"]) for field in some} for some in (held, fields))
-    return all(was.get(name) == now[name] for name in names)
+def are_same(old_fields: Sequence[Field], fields: Sequence[Field], names: Sequence[str]) -> bool:
+    """Return whether the columns with these names are unchanged."""
+    before, after = (
+        {field["name"]: (field["id"], field["type"]) for field in columns} for columns in (old_fields, fields)
+    )
+    return all(before.get(name) == after[name] for name in names)
 
 
 def _field(number: int, column: Column, numbers: Iterator[int]) -> Field:
@@ -108,12 +114,12 @@ def _type(column: Column, kind: pa.DataType, numbers: Iterator[int]) -> Any:
         "a column has a type that Iceberg does not have",
         column=column.name,
         type=str(kind),
-        hint="Publish the table without it, or exclude the table.",
+        hint="Publish the table without the column, or exclude the table.",
     )
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two types are the same but for the numbers in them."""
+    """Return whether two types are the same except for the ids in them."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one["type"] == other["type"] == "list" and _same(one["element"], other["element"])
     return not isinstance(one, dict) and not isinstance(other, dict) and _spaced(one) == _spaced(other)
@@ -133,7 +139,7 @@ def _widens(one: Any, other: Any) -> bool:
 
 
 def columns_of(fields: Sequence[Field]) -> dict[str, pa.DataType]:
-    """The columns that a table holds, in its own order; of one that others have added the type may be unknown."""
+    """Return the columns' types in table order; columns that others have added may have a null type."""
     return {field["name"]: _arrow(field["type"]) for field in fields}
 
 
@@ -147,30 +153,36 @@ def _arrow(kind: Any) -> pa.DataType:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionChange:
-    """How a table whose rows are all replaced comes to be partitioned."""
+    """The new partition spec of a table whose rows are all replaced."""
 
     spec: Spec
     drops_snapshots: bool
-    """Whether its columns do not mean what it was partitioned by: that goes, and so must every older snapshot, for it
-    could not be read any more."""
+    """True if the new columns do not fit an old partition spec.
+
+    That spec is removed, and so must be every older snapshot, which could not be read any more.
+    """
 
 
 def plan_partition_change(
-    fields: Sequence[Field], names: Sequence[str], specs: Sequence[Spec], was: Sequence[Field]
+    fields: Sequence[Field], names: Sequence[str], specs: Sequence[Spec], old_fields: Sequence[Field]
 ) -> PartitionChange:
-    """Of a table with these columns, to be partitioned by some of them, that `was` another; `specs` are all that its
-    metadata has."""
+    """Plan the partition spec of a table with new columns and partition columns.
+
+    `old_fields` are the old columns, and `specs` are all partition specs in its metadata.
+    """
     highest = max((field["field-id"] for spec in specs for field in spec["fields"]), default=FIRST_PARTITION - 1)
     numbers = {field["name"]: field["id"] for field in fields}
-    apart = [
+    partition_fields = [
         {"source-id": numbers[name], "field-id": highest + at, "name": name, "transform": IDENTITY}
         for at, name in enumerate(names, start=1)
     ]
-    held = [spec for spec in specs if spec["fields"]]
-    types, before = ({field["id"]: field["type"] for field in some} for some in (fields, was))
-    same = all(types[part["source-id"]] == before.get(part["source-id"]) for part in apart)
-    same = same and all(_sources(spec["fields"]) == _sources(apart) for spec in held)
-    return PartitionChange(spec={"spec-id": 0, "fields": apart}, drops_snapshots=bool(held) and not same)
+    old_specs = [spec for spec in specs if spec["fields"]]
+    types, before = ({field["id"]: field["type"] for field in columns} for columns in (fields, old_fields))
+    same = all(types[part["source-id"]] == before.get(part["source-id"]) for part in partition_fields)
+    same = same and all(_sources(spec["fields"]) == _sources(partition_fields) for spec in old_specs)
+    return PartitionChange(
+        spec={"spec-id": 0, "fields": partition_fields}, drops_snapshots=bool(old_specs) and not same
+    )
 
 
 def _sources(parts: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, str]]:
@@ -178,37 +190,37 @@ def _sources(parts: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, str]]:
 
 
 def partition_json(values: Mapping[str, pa.Scalar], numbers: Mapping[str, int]) -> str:
-    """The values of one partition as Iceberg reads them, each by the number that it has there."""
-    said = {str(numbers[name]): value.as_py() for name, value in values.items()}
-    return json.dumps(said, default=lambda moment: moment.isoformat())
+    """Return one partition's values as Iceberg reads them, by field id."""
+    values_by_id = {str(numbers[name]): value.as_py() for name, value in values.items()}
+    return json.dumps(values_by_id, default=lambda moment: moment.isoformat())
 
 
 def refuse_iceberg_names(schema: TableSchema) -> None:
-    """Refuse columns that no lake table can have, or that Iceberg has names of its own for."""
+    """Refuse columns that no lake table can have, or whose names Iceberg reserves."""
     refuse_names(schema)
     for name in schema.names:
         if name.lower() in RESERVED:
             raise TableUnusable(
-                "a column has a name that is Iceberg's own",
+                "a column has a name that Iceberg reserves",
                 table=schema.table,
                 column=name,
-                hint="Give the column another name in `tables.rules` (`columns:`), or exclude the table.",
+                hint="Rename the column in `tables.rules` (`columns:`), or exclude the table.",
             )
 
 
 def schema_json(fields: Sequence[Field]) -> str:
-    """The columns as Iceberg reads them."""
+    """Return the columns as Iceberg reads them."""
     return json.dumps({"type": "struct", "schema-id": 0, "fields": list(fields)})
 
 
 def file_fields(schema: TableSchema) -> pa.Schema:
-    """The fields of a file with these columns, each with its number."""
+    """Return a data file's fields with their ids."""
     pairs = zip(schema.row_fields(), fresh_fields(schema.columns), strict=True)
-    return pa.schema([_numbered(field, told["id"], told["type"]) for field, told in pairs])
+    return pa.schema([_numbered(field, iceberg_field["id"], iceberg_field["type"]) for field, iceberg_field in pairs])
 
 
-def _numbered(field: pa.Field, number: int, told: Any) -> pa.Field:
+def _numbered(field: pa.Field, number: int, iceberg_type: Any) -> pa.Field:
     kind = field.type
-    if isinstance(told, dict):
-        kind = pa.list_(_numbered(kind.value_field, told["element-id"], told["element"]))
+    if isinstance(iceberg_type, dict):
+        kind = pa.list_(_numbered(kind.value_field, iceberg_type["element-id"], iceberg_type["element"]))
     return pa.field(field.name, kind, metadata={_NUMBER: str(number).encode()})

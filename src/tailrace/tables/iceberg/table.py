@@ -1,8 +1,8 @@
-"""What an Iceberg table says of itself, without Java: where it stands, what it holds, and whose it is.
+"""Read an Iceberg table's position, contents and owner, without Java.
 
-Rows and commits are the connector's business (`spark/writers/iceberg_writer.py`): it alone writes in here, and
-whatever it commits is a compare-and-swap on what was looked at. An object holds names and a form and nothing else, so
-Spark may send it to its workers."""
+Only the connector writes rows and commits (`spark/writers/iceberg_writer.py`). Each of its commits is a
+compare-and-swap on the metadata that was read. An object holds only plain data, so Spark may send it to its workers.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +23,32 @@ from tailrace.tables.table_folder import AWAY_HINT, SCRATCH, refuse_inside, unre
 from tailrace.tables.table_paths import folder_taken
 
 METADATA, DATA = "metadata", "data"
-"""The folders that the connector makes in that of a table."""
+"""The folders that the connector makes in a table's folder."""
 STAGED = "_staged"
-"""Below a table's folder: files that a load has written, and that the table gets by their other name."""
+"""Folder in a table's folder for a load's files; the table gets them under another name."""
 REBUILT = "rebuilt"
-"""There, too. Not a hidden name: what Iceberg finds there that no snapshot names may be removed by it."""
+"""Folder in a table's folder for rebuilds.
+
+The name is not hidden: Iceberg may remove files in it that no snapshot names.
+"""
 
 _OURS = re.compile(rf"\..*|{METADATA}|{DATA}|{STAGED}|{REBUILT}|{SCRATCH}")
-"""What a load or a rebuild that died leaves behind, and the hidden files that systems add."""
+"""Leftovers of a dead load or rebuild, and the hidden files that operating systems add."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedIceberg:
-    """The table as it stood after one commit."""
+    """The table after one commit."""
 
     metadata: IcebergMetadata
     commit_record: CommitRecord
 
 
 class IcebergTable:
-    """The reading half of a table of one change log."""
+    """The reading part of a table of one change log."""
 
-    def __init__(self, path: Path, log_id: str, catalog: Catalog, form: TableSpec = PLAIN_MIRROR) -> None:
-        self._path, self._log_id, self._form = path.absolute(), log_id, form
+    def __init__(self, path: Path, log_id: str, catalog: Catalog, spec: TableSpec = PLAIN_MIRROR) -> None:
+        self._path, self._log_id, self._spec = path.absolute(), log_id, spec
         self._catalog = catalog
 
     def applied_position(self) -> AppliedPosition | None:
@@ -55,22 +58,25 @@ class IcebergTable:
         return None if (opened := self._open()) is None else opened.commit_record.schema
 
     def replay_id(self) -> str | None:
-        """The name of the dead letters that came in last, where their own changes did."""
+        """Return the id of the last replay that appended rows."""
         return None if (opened := self._open()) is None else opened.commit_record.replay_id
 
     def columns(self) -> list[str]:
-        """All that it holds, by name, those included that the source has dropped."""
+        """Return the names of all columns, including those that the source has dropped."""
         return list(columns_of(self.opened().metadata.fields))
 
     def rows(self) -> int:
         return 0 if (found := self.metadata()) is None else found.rows()
 
     def version(self) -> int | None:
-        """The number of the newest snapshot, by which readers ask for it; None if there is no table."""
+        """Return the newest snapshot's id, by which readers select it; None if there is no table."""
         return None if (found := self.metadata()) is None else found.snapshot
 
     def identity(self, _version: int | None = None) -> str | None:
-        """Which table it is: one that is made anew has another. A snapshot's number is no other table's."""
+        """Return the table's id; a table that was made again has another one.
+
+        A snapshot's id belongs to one table only, so the version does not matter.
+        """
         return None if (found := self.metadata()) is None else str(found.document["table-uuid"])
 
     def refuse_foreign(self, table: TableId) -> None:
@@ -85,7 +91,7 @@ class IcebergTable:
             raise folder_taken(self._path, made_of, table)
 
     def metadata(self) -> IcebergMetadata | None:
-        """What its newest commit made of it; None if there is no table. Refuses a place that holds something else."""
+        """Return the newest commit's metadata; None without a table. Refuses other contents."""
         found = self._catalog.metadata(self._path)
         if found is not None:
             return IcebergMetadata(self._path, found)
@@ -105,24 +111,24 @@ class IcebergTable:
         return None
 
     def opened(self) -> OpenedIceberg:
-        """The table as it stands; refuses where `cursor` is None."""
+        """Open the table; refuse one without a position of this log."""
         opened = self._open()
         if opened is None:
             raise not_loaded(self._path)
         return opened
 
     def _open(self) -> OpenedIceberg | None:
-        """The table as it is now; None if it holds no position of this log."""
-        found = self.metadata()
-        if found is None or found.owner != self._log_id:
+        """Open the newest version; None if it has no position of this log."""
+        metadata = self.metadata()
+        if metadata is None or metadata.owner != self._log_id:
             return None
-        position = found.commit_record()
-        refuse_other_spec(self._path, self._form, position)
-        if found.partition_by != list(self._form.partition_by):
+        record = metadata.commit_record()
+        refuse_other_spec(self._path, self._spec, record)
+        if metadata.partition_by != list(self._spec.partition_by):
             raise TableUnusable(
                 "someone else changed what the table is partitioned by",
                 path=self._path,
-                found=", ".join(found.partition_by),
+                found=", ".join(metadata.partition_by),
                 hint=REPLACE_HINT,
             )
-        return OpenedIceberg(metadata=found, commit_record=position)
+        return OpenedIceberg(metadata=metadata, commit_record=record)

@@ -1,1 +1,1 @@
-"""What one rule does to the rows of one table."""
+"""Steps: what one rule does to the rows of one table."""

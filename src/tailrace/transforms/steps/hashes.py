@@ -1,7 +1,8 @@
-"""SHA-256 and HMAC-SHA-256 of whole columns, compiled: what costs in Python is the call for each value.
+"""SHA-256 and HMAC-SHA-256 of whole columns, compiled.
 
-A text is hashed as its UTF-8, a binary as it is, and anything else as the text that Arrow prints of it. Null stays
-null. Equal values have equal digests in snapshot and stream, so a hashed key is still a key.
+In Python the call per value would be the main cost. A string is hashed as its UTF-8, a binary as it is, and anything
+else as Arrow prints it. Null stays null. Equal values have equal digests in snapshot and stream, so a hashed key is
+still a key.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _START = np.array(
     [0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19], np.uint32
 )
 _NOTHING = bytes(1)
-"""As read-only as Arrow's buffers are: what can be written to would be another kernel to compile."""
+"""Read-only like Arrow's buffers: a writable one would need another compiled kernel."""
 _HEX = np.frombuffer(b"0123456789abcdef", np.uint8)
 
 
@@ -43,7 +44,7 @@ def _rotated(x: Any, n: Any) -> Any:
 
 @kernel
 def _compress(state: Any, b: Any, at: Any, w: Any, k: Any) -> None:
-    """One block into the state."""
+    """Add one block to the state."""
     for i in range(16):
         p = at + 4 * i
         w[i] = np.uint32(
@@ -80,7 +81,7 @@ def _compress(state: Any, b: Any, at: Any, w: Any, k: Any) -> None:
 
 @kernel
 def _finish(state: Any, b: Any, at: Any, size: Any, before: Any, pad: Any, w: Any, k: Any) -> None:
-    """The bytes from `at`, and the padding; `before` bytes are in the state already."""
+    """Add the bytes from `at`, and the padding; `before` bytes are in the state already."""
     whole = size // 64
     for i in range(whole):
         _compress(state, b, at + 64 * i, w, k)
@@ -103,10 +104,10 @@ def _finish(state: Any, b: Any, at: Any, size: Any, before: Any, pad: Any, w: An
 def _digests(
     b: Any, offsets: Any, valid: Any, inner: Any, outer: Any, before: Any, k: Any, hexa: Any, out: Any
 ) -> None:
-    """The digest of every valid row in hex, one after the other; with `before` 64 an HMAC, else plain."""
+    """Write the hex digest of every valid row; with `before` = 64 an HMAC."""
     w, pad = np.empty(64, np.uint32), np.empty(128, np.uint8)
     state, last = np.empty(8, np.uint32), np.empty(32, np.uint8)
-    place = 0
+    position = 0
     for r in range(valid.size):
         if not valid[r]:
             continue
@@ -119,13 +120,13 @@ def _digests(
             _finish(state, last, 0, 32, before, pad, w, k)
         for i in range(32):
             byte = (state[i // 4] >> np.uint32(24 - 8 * (i % 4))) & np.uint32(255)
-            out[place + 2 * i] = hexa[byte >> np.uint32(4)]
-            out[place + 2 * i + 1] = hexa[byte & np.uint32(15)]
-        place += 64
+            out[position + 2 * i] = hexa[byte >> np.uint32(4)]
+            out[position + 2 * i + 1] = hexa[byte & np.uint32(15)]
+        position += 64
 
 
 def as_bytes(values: pa.Array) -> pa.Array:
-    """What is hashed or encrypted of each value."""
+    """Return the bytes of each value that are hashed or encrypted."""
     kind = values.type
     if pa.types.is_binary(kind):
         return values
@@ -135,12 +136,12 @@ def as_bytes(values: pa.Array) -> pa.Array:
 
 
 def sha256(values: pa.Array) -> pa.Array:
-    """The digest of each value, in hex."""
-    return _hashed(as_bytes(values), _START, _START, 0)
+    """Return the digest of each value, in hex."""
+    return _hash(as_bytes(values), _START, _START, 0)
 
 
 def hmac_sha256(values: pa.Array, key: bytes) -> pa.Array:
-    """The authentication code of each value under the key, in hex."""
+    """Return the authentication code of each value under the key, in hex."""
     secret = (hashlib.sha256(key).digest() if len(key) > BLOCK else key).ljust(BLOCK, b"\0")
     states = []
     for pad in (0x36, 0x5C):
@@ -148,10 +149,10 @@ def hmac_sha256(values: pa.Array, key: bytes) -> pa.Array:
         block = np.frombuffer(bytes(byte ^ pad for byte in secret), np.uint8)
         _compress(state, block, 0, np.empty(64, np.uint32), _K)
         states.append(state)
-    return _hashed(as_bytes(values), states[0], states[1], BLOCK)
+    return _hash(as_bytes(values), states[0], states[1], BLOCK)
 
 
-def _hashed(values: pa.Array, inner: npt.NDArray[np.uint32], outer: npt.NDArray[np.uint32], before: int) -> pa.Array:
+def _hash(values: pa.Array, inner: npt.NDArray[np.uint32], outer: npt.NDArray[np.uint32], before: int) -> pa.Array:
     n = len(values)
     valid = np.asarray(pc.is_valid(values).to_numpy(zero_copy_only=False), np.bool_)
     offsets = np.frombuffer(values.buffers()[1], np.int32)[values.offset : values.offset + n + 1].astype(np.int64)
@@ -162,7 +163,7 @@ def _hashed(values: pa.Array, inner: npt.NDArray[np.uint32], outer: npt.NDArray[
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(valid)]) * BLOCK
     if ends[-1] > np.iinfo(np.int32).max:
         half = n // 2
-        parts = [_hashed(part, inner, outer, before) for part in (values.slice(0, half), values.slice(half))]
+        parts = [_hash(part, inner, outer, before) for part in (values.slice(0, half), values.slice(half))]
         return pa.concat_arrays(parts)
     mask = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little").tobytes())
     buffers = [mask, pa.py_buffer(ends.astype(np.int32).tobytes()), pa.py_buffer(out)]

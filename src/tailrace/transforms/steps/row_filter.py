@@ -1,9 +1,10 @@
-"""What becomes of changes when only some rows of a table are wanted.
+"""Filtering of changes, when only some rows of a table are wanted.
 
-An update that makes a row unwanted is a delete, and one that makes it wanted an insert. Where the old row was not told,
-nobody knows whether it was wanted: then the update stands, or is a delete, which does no harm to a table that does not
-have the row. So is a delete of which only the key is known. A TRUNCATE empties every part. A row that a rule before has
-failed at is never unwanted: the value that would say so may be the one that is missing, and nobody would hear of it.
+An update that makes a row unwanted becomes a delete, and one that makes it wanted becomes an insert. Without the old
+row it is unknown whether the row was wanted. Then the update stays an update, or becomes a delete, which does no harm
+to a table without the row. So does a delete of which only the key is known. A TRUNCATE empties every target. A row that
+an earlier rule failed at is always wanted: the value that decides may be the missing one, and the failure would go
+unreported.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tailrace.transforms.transform_errors import RowFaults, faulty_rows, restric
 
 Mask = npt.NDArray[np.bool_]
 ConditionResult = tuple[Mask, RowFaults]
-"""The rows that are wanted, and those of which that cannot be computed."""
+"""The wanted rows, and the rows for which the condition cannot be computed."""
 
 
 def keep_wanted_rows(
@@ -32,24 +33,24 @@ def keep_wanted_rows(
     key: tuple[str, ...],
     rule: str,
 ) -> None:
-    """Keep what concerns wanted rows. `columns` are those that `wanted` looks at."""
+    """Keep the changes of wanted rows. `columns` are those that `wanted` uses."""
     after, before, moved = rows.after, rows.image(change.BEFORE), rows.image(change.MOVED_FROM)
-    now, odd = wanted(after)
+    now, faults = wanted(after)
     now = now | rows.failed_rows
-    told = np.zeros(rows.count, np.bool_)
-    was = told
+    old_row_known = np.zeros(rows.count, np.bool_)
+    was = old_row_known
     if before is not None:
-        told = np.ones(rows.count, np.bool_) if before.valid is None else before.valid.copy()
-        was, unsaid = wanted(before)
-        if unsure := (*rows.unknown_rows(before, columns), *unsaid):
-            told &= ~faulty_rows(unsure, rows.count)
-        was = was & told
+        old_row_known = np.ones(rows.count, np.bool_) if before.valid is None else before.valid.copy()
+        was, old_faults = wanted(before)
+        if old_doubts := (*rows.unknown_rows(before, columns), *old_faults):
+            old_row_known &= ~faulty_rows(old_doubts, rows.count)
+        was = was & old_row_known
     deleted, updated = rows.is_op(Operation.DELETE), rows.is_op(Operation.UPDATE)
     written = ~deleted & ~rows.is_op(Operation.TRUNCATE)
-    if doubts := (*rows.unknown_rows(after, columns), *odd):
+    if doubts := (*rows.unknown_rows(after, columns), *faults):
         rows.fail(rule, columns[0], *restrict_faults(doubts, written))
         now = now | faulty_rows(doubts, rows.count)
-    never = told & ~was
+    never = old_row_known & ~was
     unwanted = deleted & never
     if set(columns) <= set(key):
         unwanted |= deleted & ~now
@@ -60,7 +61,7 @@ def keep_wanted_rows(
         _make_deletes(rows, leaves, before, key)
     if enters.any():
         rows.metadata[change.OP] = pc.if_else(pa.array(enters), Operation.INSERT.value, rows.metadata[change.OP])
-        assert before is not None, "it was told"
+        assert before is not None, "a row that was not wanted has an old row"
         before.valid = ~enters if before.valid is None else before.valid & ~enters
     if moved is not None and moved.valid is not None:
         moved.valid = moved.valid & ~(written & now & never)
@@ -68,7 +69,7 @@ def keep_wanted_rows(
 
 
 def _make_deletes(rows: RowImages, which: Mask, before: Image | None, key: tuple[str, ...]) -> None:
-    """These updates become deletes: of the old row if it was told, else of its key alone."""
+    """Turn these updates into deletes of the old row, or of its key alone."""
     rows.metadata[change.OP] = pc.if_else(pa.array(which), Operation.DELETE.value, rows.metadata[change.OP])
     chosen = pa.array(which)
     for name, values in rows.after.columns.items():
@@ -80,7 +81,7 @@ def _make_deletes(rows: RowImages, which: Mask, before: Image | None, key: tuple
         else:
             old = values if name in key else pa.nulls(rows.count, values.type)
         rows.after.columns[name] = pc.if_else(chosen, old, values)
-    rows.unsent = {name: left for name, mask in rows.unsent.items() if (left := mask & ~which).any()}
-    for where in [where for where in rows.unfit if where[0] == rows.after.which]:
-        kept = {row: text for row, text in rows.unfit[where].items() if not which[row]}
-        rows.unfit[where] = kept
+    rows.unsent = {name: others for name, mask in rows.unsent.items() if (others := mask & ~which).any()}
+    for cell_key in [cell_key for cell_key in rows.unfit if cell_key[0] == rows.after.which]:
+        texts = {row: text for row, text in rows.unfit[cell_key].items() if not which[row]}
+        rows.unfit[cell_key] = texts

@@ -1,4 +1,4 @@
-"""What a program gives for a server and for names there: refused before a server is asked, and never quoted."""
+"""A program's address and names for a server: refused before the server is asked, and never quoted."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_an_address_that_cannot_be_read_is_refused_and_nothing_of_it_is_shown(ur
     ],
     ids=str,
 )
-def test_what_the_server_would_refuse_or_cut_off_is_told_before(given: dict[str, Any], said: str) -> None:
+def test_a_name_that_the_server_would_refuse_or_cut_off_is_refused_before(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         PostgresSettings(**{**WELL, **given})
     assert raised.value.hint
 
 
-def test_a_capture_is_made_of_settings() -> None:
+def test_a_capture_requires_settings() -> None:
     url: Any = WELL["url"]
     with pytest.raises(ConfigError, match="not a `PostgresSettings`"):
         PostgresCapture(url)

@@ -1,8 +1,8 @@
-"""Any bytes give rows or a clear error: never a crash, a read outside, a hang or memory without limit.
+"""Any bytes give rows or a clear error: never a crash, a read outside, a hang or unlimited memory.
 
-Inputs run in a process of their own on guarded buffers (tests/fuzz/judge.py), so that what breaks the decoder only
-fails a test, with the smallest input that does it. `make fuzz` looks for new inputs; here those that were kept are
-run again, and hypothesis tries a few others.
+Inputs run in a process of their own on guarded buffers (tests/fuzz/judge.py). So bytes that break the decoder only fail
+a test, with the smallest input that does it. `make fuzz` looks for new inputs; here the kept ones are run again, and
+hypothesis tries a few others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def judge() -> Iterator[Judge]:
 
 
 def is_clear(found: bytes) -> bool:
-    """Rows, or one of the errors that say that the source's bytes make no sense."""
+    """Return whether the result is rows, or an error that says that the bytes are invalid."""
     return found.startswith((b"rows ", b"protocol-violation: ", b"source-error: ", b"value-unfit: ", b"unsupported: "))
 
 
@@ -85,7 +85,7 @@ def test_any_bytes_give_rows_or_a_clear_error(judge: Judge, target: str, data: b
 
 
 def cut_anywhere(target: str) -> Iterator[bytes]:
-    """Inputs that end where a kernel does not expect it: each kind of message, text and row after each of its bytes."""
+    """Yield inputs that end early: each kind of message, text and row after each of its bytes."""
     if target in ("decode", "read"):
         envelope = b"w" + bytes(24) if target == "read" else b""
         good = [envelope + body for body in sample()]
@@ -109,7 +109,7 @@ def test_bytes_that_end_anywhere_give_rows_or_a_clear_error(judge: Judge, target
     assert all(map(is_clear, found))
 
 
-def test_a_message_of_any_length_is_laid_down_inside_its_buffer(judge: Judge) -> None:
+def test_a_message_of_any_length_is_written_inside_its_buffer(judge: Judge) -> None:
     for size in range(80):
         for room in range(4):
             body = message("p", b"c" * size, outside_at=EPOCH_2000)[:-8]
@@ -118,7 +118,7 @@ def test_a_message_of_any_length_is_laid_down_inside_its_buffer(judge: Judge) ->
 
 
 @pytest.mark.parametrize("size", [1, 9, 17])
-def test_the_end_of_a_transaction_is_not_read_behind_its_buffer(judge: Judge, size: int) -> None:
+def test_the_end_of_a_transaction_is_not_read_outside_its_buffer(judge: Judge, size: int) -> None:
     for before in range(1, 64):
         sent = [b"w" + bytes(24) + body for body in (b"Y" * before, commit()[:size])]
         assert is_clear(judge.outcome("read", bytes(2) + framed(sent)))
@@ -210,7 +210,7 @@ ANNOUNCED = {
 
 
 @pytest.mark.parametrize("what", ANNOUNCED)
-def test_a_number_that_the_bytes_do_not_bear_out_is_refused(judge: Judge, what: str) -> None:
+def test_a_count_that_the_bytes_do_not_confirm_is_refused(judge: Judge, what: str) -> None:
     messages = transaction(ITEMS.relation(), WHOLE.relation(), ANNOUNCED[what])
     assert judge.outcome("decode", bytes(2) + framed(messages)).startswith(b"protocol-violation: ")
 
@@ -230,7 +230,7 @@ def test_a_number_that_the_bytes_do_not_bear_out_is_refused(judge: Judge, what: 
     ],
     ids=lambda text: repr(text[:12]),
 )
-def test_no_array_takes_more_than_its_bytes_can_hold(judge: Judge, text: bytes) -> None:
+def test_no_array_allocates_more_than_its_bytes_can_hold(judge: Judge, text: bytes) -> None:
     for kind in (1007, 1009, 1231, 1185, 23, 1700, 25):
         found = judge.outcome("value", struct.pack(">Ii", kind, 0xA0006) + framed([text]))
         assert found.startswith(b"rows "), kind
@@ -243,7 +243,7 @@ def test_the_widest_table_and_its_smallest_rows_stay_within_the_limit(judge: Jud
     assert judge.outcome("read", bytes(2) + framed(sent)).startswith(b"rows ")
 
 
-def test_more_descriptions_than_there_is_room_for_at_first_are_all_heard(judge: Judge) -> None:
+def test_more_descriptions_than_the_first_buffer_holds_are_all_read(judge: Judge) -> None:
     tables = [Sent(oid=n + 1, name="t", columns=(("id", INT4, -1),)) for n in range(1100)]
     changes = [*(table.relation() for table in tables), tables[0].insert(1), tables[-1].insert(1)]
     assert judge.outcome("decode", bytes(2) + framed(transaction(*changes))).startswith(b"rows ")
@@ -266,7 +266,7 @@ def tried() -> Iterator[Judge]:
     ("greedy", (4 * MEMORY_MAX).to_bytes(8, "big"), "MemoryError"),
     ("fickle", b"abc", "AssertionError"),
 ])  # fmt: skip
-def test_whatever_goes_wrong_is_noticed_and_the_input_told(tried: Judge, target: str, data: bytes, why: str) -> None:
+def test_every_failure_is_noticed_and_reported_with_its_input(tried: Judge, target: str, data: bytes, why: str) -> None:
     assert tried.outcome("greedy", b"\x02") == b"\x01\x01", "what fell before is replaced"
     with pytest.raises(Fell, match=why) as caught:
         tried.outcome(target, data)
@@ -275,13 +275,13 @@ def test_whatever_goes_wrong_is_noticed_and_the_input_told(tried: Judge, target:
 
 
 @thorough
-def test_bounds_checks_see_what_no_page_guards() -> None:
+def test_bounds_checks_detect_what_no_page_guards() -> None:
     with Judge(Engine.CHECKED, targets=FAULTS) as judge, pytest.raises(Fell, match="IndexError"):
         judge.outcome("unguarded", b"abc")
 
 
 @pytest.mark.slow
-def test_a_sample_of_every_message_is_read_alike_by_every_engine(judge: Judge) -> None:
+def test_a_sample_of_every_message_is_read_the_same_by_every_engine(judge: Judge) -> None:
     data = bytes([3, 0]) + framed(sample())
     assert max(map(len, sample())) < LENGTH_MAX
     with Judge(Engine.INTERPRETED) as interpreted:

@@ -1,4 +1,4 @@
-"""A server's words become errors of ours, which say who acts next."""
+"""A server's messages become errors of ours, with the remedy."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from tailrace.errors import (
         ("connection refused", "", SourceUnreachable),
     ],
 )
-def test_a_refusal_is_told_by_its_words_or_its_state(text: str, state: str, kind: type[TailraceError]) -> None:
+def test_a_refusal_is_recognized_by_its_text_or_sqlstate(text: str, state: str, kind: type[TailraceError]) -> None:
     error = map_error_text(text, "postgresql://user:secret@db:5433/shop", state)
     assert type(error) is kind
     assert error.hint
     assert error.fields["source"] == "db:5433/shop"
 
 
-def test_words_that_would_show_a_value_are_not_repeated() -> None:
+def test_a_message_that_would_show_a_value_is_not_repeated() -> None:
     error = map_error_text('invalid input syntax for type integer: "4711"', "", "22P02")
     assert "4711" not in str(error)

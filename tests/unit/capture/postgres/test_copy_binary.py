@@ -1,4 +1,4 @@
-"""COPY's binary form: the very values the stream would carry, or an error; never a row that is not there."""
+"""COPY's binary format: exactly the values of the stream, or an error; never a row that does not exist."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BYTEA, CHAR, BPCHAR, NAME, JSON, JSONB, UUID, INT4_ARRAY = 17, 18, 1042, 19, 114
 TEXTS = table_schema({"a": pa.string(), "b": pa.string()}, key=("a",))
 WIDE = Context(prec=80)
 BEHIND = b"\0\2\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"
-"""What lies behind a piece in its buffer, and must not matter."""
+"""Bytes after a piece in its buffer, which must not matter."""
 
 
 def read(
     schema: TableSchema, types: list[tuple[int, int]], *pieces: bytes, text: TextHandling = TextHandling.SOUND
 ) -> list[pa.RecordBatch]:
-    """The batches of a copy in pieces, each in a buffer with room behind it."""
+    """Return the batches of a copy in pieces, each in a buffer with room after it."""
     kinds = [binary_kind(*of, column.type) for of, column in zip(types, schema.columns, strict=True)]
     laid = [(np.frombuffer(piece + BEHIND, np.uint8).copy(), len(piece)) for piece in pieces]
     batches = list(BinaryRows(schema, kinds, text).batches(laid))
@@ -52,7 +52,7 @@ def read_texts(*pieces: bytes) -> list[dict[str, Any]]:
 
 
 def column_of(number: int, modifier: int, *cells: bytes | None) -> pa.Array:
-    """A column of these values; every other row of it is null."""
+    """Return a column of these values; every other row of it is null."""
     kind = arrow_type(number, modifier)
     schema = table_schema({"v": kind}, key=("v",))
     (batch,) = read(schema, [(number, modifier)], copied(*(row(one) for cell in cells for one in (cell, None))))
@@ -60,7 +60,7 @@ def column_of(number: int, modifier: int, *cells: bytes | None) -> pa.Array:
 
 
 def printed(number: int, modifier: int, *texts: str | None) -> pa.Array:
-    """What the kernels that read the stream make of the texts."""
+    """Return the values that the stream's kernels read from the texts."""
     raw = [text.encode() if text is not None else None for text in texts]
     size = np.array([NULL if one is None else len(one) for one in raw], np.int64)
     at = np.cumsum(np.maximum(size, 0)) - np.maximum(size, 0)
@@ -71,7 +71,7 @@ def printed(number: int, modifier: int, *texts: str | None) -> pa.Array:
 
 
 def bits(column: pa.Array) -> list[Any]:
-    """The values as they are kept: of two NaNs one may not be the other's equal, and Python has few years."""
+    """Return the values as stored bits: NaNs are not equal to each other, and Python has few years."""
     sizes = {16: pa.int16(), 32: pa.int32(), 64: pa.int64()}
     whole = sizes.get(column.type.bit_width) if pa.types.is_primitive(column.type) else None
     return list((column.view(whole) if whole else column).to_pylist())
@@ -88,7 +88,7 @@ _INSTANTS = [
 
 
 def in_utc(text: str) -> str:
-    """The same moment as a type with a time zone prints it."""
+    """Return the same moment as a type with a time zone prints it."""
     return text if "infinity" in text else text.removesuffix(" BC") + "+00" + " BC" * text.endswith("BC")
 
 
@@ -133,7 +133,7 @@ SENT: list[tuple[int, int, list[tuple[bytes, str]]]] = [
 
 
 @pytest.mark.parametrize(("number", "modifier", "cases"), SENT, ids=lambda one: one if isinstance(one, int) else "")
-def test_a_value_is_what_its_text_says(number: int, modifier: int, cases: list[tuple[bytes, str]]) -> None:
+def test_a_value_equals_its_text(number: int, modifier: int, cases: list[tuple[bytes, str]]) -> None:
     assert binary_kind(number, modifier, arrow_type(number, modifier)) != PRINTED
     found = column_of(number, modifier, *(sent for sent, _ in cases))
     wanted = printed(number, modifier, *(one for _, text in cases for one in (text, None)))
@@ -161,7 +161,7 @@ def test_every_kernel_is_tried() -> None:
     (TIMESTAMPTZ, -1, struct.pack(">q", (1 << 63) - 2)),
     (DATE, -1, struct.pack(">i", (1 << 31) - 2)),
 ])  # fmt: skip
-def test_a_value_that_does_not_fit_stops_the_load_and_is_not_shown(number: int, modifier: int, sent: bytes) -> None:
+def test_an_unfit_value_stops_the_load_and_is_not_shown(number: int, modifier: int, sent: bytes) -> None:
     schema = table_schema({"id": pa.int32(), "v": arrow_type(number, modifier)})
     with pytest.raises(ValueUnfit) as caught:
         read(schema, [(INT4, -1), (number, modifier)], copied(row(b"\0\0\0\1", None), row(b"\0\0\0\2", sent)))
@@ -169,7 +169,7 @@ def test_a_value_that_does_not_fit_stops_the_load_and_is_not_shown(number: int, 
     assert set(caught.value.fields) == {"table", "column", "type"}
 
 
-def test_where_a_row_is_is_told_of_the_first_that_does_not_fit() -> None:
+def test_the_location_of_the_first_unfit_row_is_reported() -> None:
     price = arrow_type(NUMERIC, pgoutput.numeric(4, 2))
     schema = table_schema({"price": price}, key=("price",))
     placed = TableSchema(**{**vars(schema), "columns": (CTID, *schema.columns)})
@@ -230,7 +230,7 @@ def test_a_table_without_columns_still_has_rows() -> None:
     assert batch.num_rows == 3
 
 
-def test_what_the_head_says_beyond_its_form_is_passed_over() -> None:
+def test_unknown_content_of_the_head_is_skipped() -> None:
     assert read_texts(HEAD[:-4] + b"\0\0\0\3abc" + row(b"x", None) + END) == [{"a": "x", "b": None}]
 
 
@@ -248,7 +248,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_copy_that_is_none_is_refused(what: str) -> None:
+def test_invalid_copy_data_is_refused(what: str) -> None:
     with pytest.raises(SourceError, match="cannot be read"):
         read_texts(BROKEN[what])
 
@@ -275,7 +275,7 @@ def test_a_value_that_no_server_sends_is_refused(number: int, modifier: int, sen
         column_of(number, modifier, sent)
 
 
-def test_a_type_without_a_kernel_comes_as_its_text() -> None:
+def test_a_type_without_a_kernel_is_sent_as_its_text() -> None:
     schema = table_schema({"a": pa.list_(pa.int32()), "b": pa.string(), "c": pa.string()}, key=("b",))
     types = [(INT4_ARRAY, -1), (CHAR, -1), (NUMERIC, -1)]
     assert [binary_kind(*of, column.type) for of, column in zip(types, schema.columns, strict=True)] == [PRINTED] * 3
@@ -283,14 +283,14 @@ def test_a_type_without_a_kernel_comes_as_its_text() -> None:
     assert batch.to_pylist() == [{"a": [1, None], "b": "\\377", "c": "NaN"}, {"a": None, "b": None, "c": None}]
 
 
-def test_a_type_that_is_not_the_one_that_was_described_comes_as_its_text() -> None:
+def test_a_type_other_than_described_is_sent_as_its_text() -> None:
     assert binary_kind(INT8, -1, pa.int32()) == PRINTED
     assert binary_kind(NUMERIC, pgoutput.numeric(10, 2), pa.decimal128(10, 3)) == PRINTED
     assert binary_kind(TIMESTAMP, -1, pa.timestamp("us", "UTC")) == PRINTED
 
 
 @pytest.mark.parametrize("number", [TEXT, CHAR])
-def test_bytes_that_are_no_text_are_refused_or_replaced(number: int) -> None:
+def test_bytes_that_are_not_text_are_refused_or_replaced(number: int) -> None:
     schema = table_schema({"a": pa.string()}, key=("a",))
     sent = copied(row(b"good"), row(b"caf\xe9"), row(None))
     with pytest.raises(ValueUnfit, match="does not fit"):
@@ -299,7 +299,7 @@ def test_bytes_that_are_no_text_are_refused_or_replaced(number: int) -> None:
     assert batch.column(0).to_pylist() == ["good", "caf�", None]
 
 
-def test_a_column_named_like_one_of_ours_keeps_its_name() -> None:
+def test_a_column_named_like_a_metadata_column_keeps_its_name() -> None:
     schema = table_schema({"_op": pa.string(), "_seq": pa.int32()}, key=("_seq",))
     (batch,) = read(schema, [(TEXT, -1), (INT4, -1)], copied(row(b"x", b"\0\0\0\7")))
     assert batch.to_pylist() == [{"_op": "x", "_seq": 7}]
@@ -321,7 +321,7 @@ def test_every_text_survives(rows: list[tuple[str | None, str | None]]) -> None:
 
 @given(PLAIN)
 @settings(deadline=None)
-def test_snapshot_and_stream_read_the_same_text_alike(text: str | None) -> None:
+def test_snapshot_and_stream_read_the_same_text_as_the_same_value(text: str | None) -> None:
     table = Sent(oid=1, name="things", columns=(("id", INT4, -1), ("b", TEXT, -1)))
     (batch,) = decode(transaction(table.relation(), table.insert(1, text))).batches
     streamed = {name: batch.data.column(name)[0].as_py() for name in ("id", "b")}

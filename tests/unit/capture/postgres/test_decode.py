@@ -1,4 +1,4 @@
-"""Messages to batches: order, whole transactions, absent values, key moves, and refusal of anything else."""
+"""Messages to batches: order, whole transactions, unsent values, key moves, and refusal of anything else."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PRICES = Sent(oid=4, name="prices", columns=(("id", INT4, -1), ("price", NUMERIC
 
 
 def rows(window: Window) -> list[dict[str, Any]]:
-    """Every row of the window in `_seq` order, with every optional column and its table."""
+    """Return every row of the window in `_seq` order, with every optional column and its table."""
     found = [
         dict.fromkeys(change.OPTIONAL) | {"table": batch.schema.table.name} | row
         for batch in window.batches
@@ -64,7 +64,7 @@ def one(window: Window) -> ChangeBatch:
 # --- operations --------------------------------------------------------------------------------------------
 
 
-def test_insert_update_and_delete_arrive_as_they_were_made() -> None:
+def test_insert_update_and_delete_arrive_as_they_were_written() -> None:
     window = decode(
         transaction(
             ITEMS.relation(), ITEMS.insert(1, "a", None), ITEMS.update(1, "b", "x"), ITEMS.delete(key=(1, None, None))
@@ -113,17 +113,17 @@ def test_a_batch_follows_the_schema_of_its_table() -> None:
 # --- values that were not sent -----------------------------------------------------------------------------
 
 
-def test_a_value_that_was_not_sent_is_named_and_is_not_a_null() -> None:
+def test_an_unsent_value_is_named_and_is_not_a_null() -> None:
     window = decode(transaction(ITEMS.relation(), ITEMS.update(1, None, UNSENT), ITEMS.update(2, "b", "c")))
     assert brief(window) == [("update", 1, None, None, ["big"]), ("update", 2, "b", "c", None)]
 
 
-def test_several_values_that_were_not_sent_are_all_named_in_order() -> None:
+def test_several_unsent_values_are_all_named_in_order() -> None:
     window = decode(transaction(ITEMS.relation(), ITEMS.update(1, UNSENT, UNSENT)))
     assert brief(window) == [("update", 1, None, None, ["note", "big"])]
 
 
-def test_under_full_identity_what_was_not_sent_is_taken_from_the_old_row() -> None:
+def test_under_full_identity_an_unsent_value_is_taken_from_the_old_row() -> None:
     window = decode(transaction(WHOLE.relation(), WHOLE.update(1, "b", UNSENT, old=(1, "a", "huge"))))
     assert brief(window) == [("update", 1, "b", "huge", None)]
     assert rows(window)[0]["_before"] == {"id": 1, "note": "a", "big": "huge"}
@@ -157,7 +157,7 @@ def test_an_old_tuple_with_an_equal_key_is_no_move(old: dict[str, Any]) -> None:
     assert one(window).moves == 0
 
 
-def test_a_key_that_was_not_sent_again_has_not_moved() -> None:
+def test_a_key_that_was_not_sent_has_not_moved() -> None:
     big_key = Sent(oid=9, name="items", columns=ITEMS.columns, key=("big",))
     window = decode(transaction(big_key.relation(), big_key.update(1, "b", UNSENT, key=(None, None, "k"))))
     assert brief(window) == [("update", 1, "b", "k", None)]
@@ -226,7 +226,7 @@ def test_the_time_of_commit_is_the_servers_in_utc() -> None:
     assert window.last_committed_at == at + 5
 
 
-def test_a_window_bears_the_newest_time_of_its_transactions_also_where_the_servers_clock_went_back() -> None:
+def test_a_window_has_the_newest_time_of_its_transactions_also_where_the_servers_clock_went_back() -> None:
     at = EPOCH_2000 + 123_456_789
     window = decode(
         [
@@ -258,7 +258,7 @@ def test_a_transaction_that_ends_at_or_before_the_position_is_dropped_whole() ->
     assert decode(messages, after=Lsn(0x300)).last_committed_at is None
 
 
-def test_positions_beyond_63_bits_are_compared_as_what_they_are() -> None:
+def test_positions_beyond_63_bits_are_compared_as_unsigned() -> None:
     far = (1 << 63) + 0x100
     messages = transaction(ITEMS.relation(), ITEMS.insert(1, None, None), end=far)
     assert decode(messages, after=Lsn(far), end=Lsn(far)).rows == 0
@@ -266,7 +266,7 @@ def test_positions_beyond_63_bits_are_compared_as_what_they_are() -> None:
     assert decode(messages, after=Lsn(0x100), end=Lsn(far)).rows == 1
 
 
-def test_a_dropped_transaction_still_teaches_the_shape_of_a_table() -> None:
+def test_a_dropped_transaction_still_gives_the_schema_of_a_table() -> None:
     decoder = Decoder(describe)
     first = transaction(ITEMS.relation(), ITEMS.insert(1, None, None), end=0x100)
     assert decode(first, after=Lsn(0x100), decoder=decoder).is_empty
@@ -291,7 +291,7 @@ def test_a_transaction_id_is_widened_to_the_epoch_nearest_by(near: int, sent: in
     assert rows(window)[0]["_tx"] == expected
 
 
-def test_transaction_ids_go_on_rising_over_an_epoch_and_between_windows() -> None:
+def test_transaction_ids_keep_rising_over_an_epoch_and_between_windows() -> None:
     decoder = Decoder(describe, xid_near=(1 << 32) - 2)
     first = decode(
         [
@@ -305,12 +305,12 @@ def test_transaction_ids_go_on_rising_over_an_epoch_and_between_windows() -> Non
     assert found == [(1 << 32) - 1, (1 << 32) + 3, (1 << 32) + 4]
 
 
-# --- shapes ------------------------------------------------------------------------------------------------
+# --- schemas -----------------------------------------------------------------------------------------------
 
 WIDER = Sent(oid=1, name="items", columns=(*ITEMS.columns, ("more", INT4, -1)))
 
 
-def test_a_table_that_changes_its_shape_within_a_window_gives_a_batch_of_each() -> None:
+def test_a_table_that_changes_its_schema_within_a_window_gives_a_batch_of_each() -> None:
     window = decode(
         [
             *transaction(ITEMS.relation(), ITEMS.insert(1, None, None), end=0x100),
@@ -333,7 +333,7 @@ def test_a_table_that_is_described_again_unchanged_stays_in_one_batch() -> None:
     assert one(window).data.column("id").to_pylist() == [1, 2]
 
 
-def test_a_shape_lasts_from_one_window_to_the_next() -> None:
+def test_a_schema_lasts_from_one_window_to_the_next() -> None:
     decoder = Decoder(describe)
     decode(transaction(ITEMS.relation(), ITEMS.insert(1, None, None)), decoder=decoder)
     assert decode(transaction(ITEMS.insert(2, "x", None), end=0x200), decoder=decoder).rows == 1
@@ -341,7 +341,7 @@ def test_a_shape_lasts_from_one_window_to_the_next() -> None:
     assert len(one(decode(wide, decoder=decoder)).schema.columns) == 4
 
 
-def test_a_column_named_like_one_of_ours_keeps_its_value() -> None:
+def test_a_column_named_like_a_metadata_column_keeps_its_value() -> None:
     odd = Sent(oid=1, name="odd", columns=(("id", INT4, -1), ("_op", TEXT, -1), ("_seq", INT4, -1)))
     batch = one(decode(transaction(odd.relation(), odd.insert(1, "mine", 99))))
     (event,) = batch.events()
@@ -355,7 +355,7 @@ def test_a_table_of_1600_columns_is_decoded() -> None:
     assert batch.data.column("c1598").to_pylist() == [1598]
 
 
-def test_many_relations_in_one_window_are_all_learnt() -> None:
+def test_many_relations_in_one_window_are_all_learned() -> None:
     tables = [Sent(oid=n + 1, name=f"t{n}", columns=OTHER.columns) for n in range(1500)]
     window = decode(transaction(*[m for table in tables for m in (table.relation(), table.insert(1))]))
     assert (window.rows, len(window.batches)) == (1500, 1500)
@@ -364,7 +364,7 @@ def test_many_relations_in_one_window_are_all_learnt() -> None:
 # --- values that do not fit --------------------------------------------------------------------------------
 
 
-def test_a_value_that_does_not_fit_is_kept_as_its_exact_text() -> None:
+def test_an_unfit_value_is_kept_as_its_exact_text() -> None:
     window = decode(
         transaction(PRICES.relation(), PRICES.insert(1, "12.50"), PRICES.insert(2, "NaN"), PRICES.insert(3, None))
     )
@@ -373,14 +373,14 @@ def test_a_value_that_does_not_fit_is_kept_as_its_exact_text() -> None:
     assert one(window).unfit == 1
 
 
-def test_several_values_of_a_row_that_do_not_fit_are_all_kept() -> None:
+def test_several_unfit_values_of_a_row_are_all_kept() -> None:
     table = Sent(oid=1, name="t", columns=(("id", INT4, -1), ("a", INT4, -1), ("b", INT4, -1)))
     window = decode(transaction(table.relation(), table.insert(1, "x" * 300, "é")))
     assert rows(window)[0]["_unfit"] == [{"column": "a", "text": "x" * 300}, {"column": "b", "text": "é"}]
     assert one(window).unfit == 2
 
 
-def test_an_old_value_that_does_not_fit_is_not_a_silent_null() -> None:
+def test_an_unfit_old_value_is_not_a_silent_null() -> None:
     table = Sent(oid=4, name="prices", replica="f", columns=PRICES.columns)
     window = decode(transaction(table.relation(), table.update(1, "12.50", old=(1, "NaN"))))
     (row,) = rows(window)
@@ -417,7 +417,7 @@ def test_a_large_window_is_split_into_batches_that_together_are_the_same(
 
 
 @pytest.mark.parametrize("limit", ["BATCH_BYTES_MAX", "BATCH_CELLS_MAX"])
-def test_a_truncate_that_comes_first_in_a_large_window_is_not_lost(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+def test_a_truncate_that_is_first_in_a_large_window_is_not_lost(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     messages = transaction(ITEMS.relation(), OTHER.relation(), truncate(ITEMS), OTHER.insert(1), truncate(OTHER))
     monkeypatch.setattr(decode_module, limit, 8)
     assert [(row["_seq"], row["_op"]) for row in rows(decode(messages))] == [
@@ -430,7 +430,7 @@ def test_a_truncate_that_comes_first_in_a_large_window_is_not_lost(monkeypatch: 
 # --- anything else is refused ------------------------------------------------------------------------------
 
 
-def test_a_change_of_a_table_that_was_not_described_is_refused() -> None:
+def test_a_change_of_an_undescribed_table_is_refused() -> None:
     for messages in (
         transaction(ITEMS.insert(1, None, None)),
         transaction(ITEMS.relation(), truncate(ITEMS, OTHER)),
@@ -465,7 +465,7 @@ MALFORMED: dict[str, list[bytes]] = {
     "a value longer than its message": transaction(
         ITEMS.relation(), b"I" + struct.pack(">I", 1) + b"N\0\3t\xff\xff\xff\xffnn"
     ),
-    "a kind of value that is none": transaction(
+    "an unknown kind of value": transaction(
         ITEMS.relation(), ITEMS.insert(1, None, None).replace(b"n", b"q")
     ),
     "a value in binary, which was not asked for": transaction(
@@ -482,13 +482,13 @@ def test_a_malformed_stream_is_refused(messages: list[bytes]) -> None:
         decode(messages)
 
 
-def test_an_error_holds_no_row_values() -> None:
+def test_an_error_contains_no_row_values() -> None:
     with pytest.raises(ProtocolViolation) as caught:
         decode(transaction(ITEMS.relation(), ITEMS.insert(1, "secret", "secret", None)))
     assert "secret" not in str(caught.value)
 
 
-def test_messages_that_carry_no_row_are_passed_over() -> None:
+def test_messages_without_rows_are_skipped() -> None:
     origin, kind = b"O" + b"\0" * 9, b"Y" + b"\0" * 7
     window = decode(transaction(origin, kind, ITEMS.relation(), ITEMS.insert(1, None, None)))
     assert window.rows == 1
@@ -496,7 +496,7 @@ def test_messages_that_carry_no_row_are_passed_over() -> None:
 
 @given(st.data())
 @settings(deadline=None, max_examples=60)
-def test_a_window_is_the_same_however_its_transactions_are_dealt_out(data: st.DataObject) -> None:
+def test_a_window_is_the_same_however_its_transactions_are_distributed(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=8))
     made = [
         transaction(ITEMS.relation(), *[ITEMS.insert(10 * n + k, None, None) for k in range(size)], end=16 * n + 16)

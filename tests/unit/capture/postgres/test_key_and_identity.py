@@ -1,4 +1,4 @@
-"""Whose word counts for a table's key: the message's, the catalogue's of now, or what was known before."""
+"""A table's key is taken from the message, from the current catalogue, or from what was known before."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def test_a_flagged_key_is_the_key() -> None:
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_wider_key_of_today_is_not_that_of_yesterdays_rows(shown: bool) -> None:
+def test_a_later_wider_key_does_not_apply_to_earlier_rows(shown: bool) -> None:
     wider = replace(NOW, primary=("id", "a"))
     assert key_and_identity(TOLD, wider, None, shown=shown) == (("id",), Identity.KEY)
 
 
-def test_a_key_that_a_column_list_cuts_is_none() -> None:
+def test_a_key_that_a_column_list_cuts_is_not_a_key() -> None:
     wider = replace(NOW, primary=("id", "b"))
     assert key_and_identity(TOLD, wider, None, shown=True)[0] == ()
 
 
-def test_a_wider_key_with_a_column_of_today_is_not_that_of_yesterdays_rows() -> None:
+def test_a_wider_key_with_a_later_column_does_not_apply_to_earlier_rows() -> None:
     wider = replace(NOW, primary=("id", "b"))
     assert key_and_identity(TOLD, wider, known("id", "a"), shown=False) == (("id",), Identity.KEY)
 
@@ -47,7 +47,7 @@ def test_a_flagged_key_proves_that_there_was_an_identity() -> None:
     assert key_and_identity(TOLD, dropped, None, shown=True) == (("id",), Identity.KEY)
 
 
-def test_of_a_partitioned_table_every_partition_must_agree() -> None:
+def test_all_partitions_of_a_partitioned_table_must_agree() -> None:
     parts = replace(NOW, kind="p", usable=False)
     assert key_and_identity(TOLD, parts, None, shown=True) == (("id",), Identity.NONE)
 
@@ -63,15 +63,15 @@ def test_the_key_under_full_is_what_it_was_once_the_catalogue_shows_another_tabl
     assert key_and_identity(FULL, other, before, shown=False) == (("id",), Identity.FULL)
 
 
-def test_a_table_that_is_gone_keeps_the_key_it_had() -> None:
+def test_a_dropped_table_keeps_the_key_it_had() -> None:
     assert key_and_identity(FULL, GONE, known("id", identity=Identity.FULL), shown=False)[0] == ("id",)
     assert key_and_identity(FULL, GONE, known("x", key=("x",)), shown=False)[0] == ()
 
 
-def test_a_key_with_a_column_that_is_never_sent_is_none() -> None:
+def test_a_key_with_a_column_that_is_never_sent_is_not_a_key() -> None:
     assert key_and_identity(FULL, replace(NOW, key_is_sent=False), None, shown=True)[0] == ()
 
 
-def test_nothing_is_told_of_old_rows_without_an_identity() -> None:
+def test_without_an_identity_no_old_rows_are_sent() -> None:
     nothing = replace(TOLD, replica="n", flagged=())
     assert key_and_identity(nothing, NOW, None, shown=True) == (("id",), Identity.NONE)

@@ -1,4 +1,4 @@
-"""Which Arrow type a PostgreSQL type arrives as, that anything else is its text, and that the docs say so."""
+"""The Arrow type of each PostgreSQL type; any other type is text, and the documentation agrees."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_length_limit_does_not_matter() -> None:
     assert arrow_type(1184, 3) == UTC
 
 
-def test_no_number_stands_in_two_rules() -> None:
+def test_no_number_is_in_two_rules() -> None:
     numbers = [n for rule in RULES for pair in rule.types.values() for n in pair if n]
     assert len(numbers) == len(set(numbers))
 
@@ -105,11 +105,11 @@ def test_no_number_stands_in_two_rules() -> None:
         ("nothing", 0, "b", False),
     ],
 )
-def test_what_an_extension_makes_is_not_known(what: str, oid: int, kind: str, known: bool) -> None:
+def test_a_type_of_an_extension_is_unknown(what: str, oid: int, kind: str, known: bool) -> None:
     assert is_known(oid, kind) is known
 
 
-def test_the_page_on_types_is_written_from_the_rules() -> None:
+def test_the_page_on_types_is_generated_from_the_rules() -> None:
     text = type_page.PAGE.read_text()
     assert type_page.page(text) == text, "run `.venv/bin/python tools/type_page.py`"
 

@@ -1,4 +1,4 @@
-"""Text to typed columns: exactly the value, or unfit; never a null that was not there, never a byte beyond."""
+"""Text to typed columns: exactly the value, or unfit; never an added null, never a byte outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.guarded import run_guarded
 
 Text = str | bytes | int | None
 DAYS, MICROS, UTC = pa.date32(), pa.timestamp("us"), pa.timestamp("us", "UTC")
-# Two shared cores are no place for a deadline.
+# Two shared cores are too slow for a deadline.
 AT_LEISURE = settings(deadline=None)
 KINDS = [
     pa.int16(), pa.int32(), pa.int64(), pa.bool_(), pa.float32(), pa.float64(), pa.string(), pa.binary(),
@@ -30,7 +30,7 @@ KINDS = [
 
 
 def column(kind: pa.DataType, *texts: Text) -> ConvertedColumn:
-    """The texts as a column. They are read twice, with other bytes around each: those must not matter."""
+    """Return the texts as a column, read twice with other bytes around each, which must not matter."""
     results = []
     for around in (b"9", b"-", b'}"'):
         parts, at, size = [around], [], []
@@ -52,7 +52,7 @@ def column(kind: pa.DataType, *texts: Text) -> ConvertedColumn:
 
 
 def equal(one: pa.Array, other: pa.Array) -> bool:
-    """Equal where NaN equals NaN."""
+    """Return whether both are equal, with NaN equal to NaN."""
     return bool(one.equals(other)) or str(one.to_pylist()) == str(other.to_pylist())
 
 
@@ -61,7 +61,7 @@ def _bytes(text: str | bytes) -> bytes:
 
 
 def value(kind: pa.DataType, text: str | bytes) -> Any:
-    """The one value, which must fit; dates and timestamps as the number Arrow stores."""
+    """Return the one value, which must fit; dates and timestamps as the number Arrow stores."""
     found = column(kind, text)
     assert found.unfit.size == 0, text
     assert found.column.null_count == 0, text
@@ -297,7 +297,7 @@ def test_a_column_without_rows_is_a_column(kind: pa.DataType) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_nulls_and_values_that_were_not_sent_are_null_and_fit(kind: pa.DataType) -> None:
+def test_nulls_and_unsent_values_are_null_and_fit(kind: pa.DataType) -> None:
     found = column(kind, None, ABSENT, None)
     assert found.column.to_pylist() == [None, None, None]
     assert found.unfit.size == 0
@@ -312,7 +312,7 @@ def test_an_unfit_value_does_not_touch_its_neighbours() -> None:
     assert binaries.unfit.tolist() == [1]
 
 
-def test_many_rows_with_every_ninth_null_keep_their_places() -> None:
+def test_many_rows_with_every_ninth_null_keep_their_order() -> None:
     texts: list[Text] = [None if n % 9 == 0 else str(n) for n in range(1000)]
     found = column(pa.int64(), *texts)
     assert found.column.to_pylist() == [None if n % 9 == 0 else n for n in range(1000)]
@@ -347,7 +347,7 @@ def test_every_decimal_survives(unscaled: int, scale: int) -> None:
 
 
 def printed(instant: int) -> str:
-    """A timestamp as PostgreSQL prints it."""
+    """Return a timestamp as PostgreSQL prints it."""
     text = str(np.datetime64(instant, "us"))
     found = re.fullmatch(r"(-?\d+)-(\d\d-\d\d)T(\d\d:\d\d:\d\d)\.(\d{6})", text)
     assert found is not None, text
@@ -397,7 +397,7 @@ NEAR_NUMBERS = st.text("0123456789-.9", max_size=44) | st.text(max_size=6)
 
 @given(NEAR_NUMBERS)
 @AT_LEISURE
-def test_what_looks_like_an_integer_is_one_or_is_unfit(text: str) -> None:
+def test_a_text_like_an_integer_is_one_or_is_unfit(text: str) -> None:
     found = column(pa.int64(), text)
     if re.fullmatch("-?[0-9]{1,19}", text) and -(2**63) <= int(text) < 2**63:
         assert found.column.to_pylist() == [int(text)]
@@ -407,7 +407,7 @@ def test_what_looks_like_an_integer_is_one_or_is_unfit(text: str) -> None:
 
 @given(NEAR_NUMBERS)
 @AT_LEISURE
-def test_what_looks_like_a_decimal_is_one_or_is_unfit(text: str) -> None:
+def test_a_text_like_a_decimal_is_one_or_is_unfit(text: str) -> None:
     found = column(pa.decimal128(12, 3), text)
     parts = re.fullmatch(r"-?([0-9]+)(?:\.([0-9]+))?", text)
     if parts and len(parts[1].lstrip("0")) <= 9 and len(parts[2] or "") <= 3:

@@ -1,1 +1,1 @@
-"""Reading a change log with Spark, as a batch and as a stream."""
+"""Reads a change log with Spark, as a batch and as a stream."""

@@ -1,4 +1,4 @@
-"""What a task of `format("cdc")` does with a change log: read its rows, and give them the DataFrame's columns."""
+"""Read the rows of a change log in Spark tasks, with the DataFrame's columns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOGS_MAX = 4
 
 
 def read_part(frame: LogFrame, part: LogPart, fields: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The rows of the part, with exactly these fields."""
+    """Yield the rows of a part, with exactly these fields."""
     options = frame.options
     log = _open(options.log, options.endpoint, options.region, part.log_id)
     for columns in _columns(frame, part, log):
@@ -40,23 +40,23 @@ def read_part(frame: LogFrame, part: LogPart, fields: pa.Schema) -> Iterator[pa.
 
 @functools.lru_cache(_LOGS_MAX)
 def _open(path: str, endpoint: str | None, region: str | None, log_id: str) -> ChangeLog:
-    """A worker runs one task after the other: what it knows of the log is kept."""
+    """Open the log and keep it, for a worker runs one task after the other."""
     log = ChangeLog.open(files.parse_log_path(path, endpoint=endpoint, region=region))
     if log.log_id != log_id:
         raise LogForeign(
-            "another log lies here than where the work was planned",
+            "the log is not the one that the work was planned for",
             log=path,
-            hint="The log must lie on storage that driver and executors share, under the same path.",
+            hint="Keep the log on storage that driver and executors share, under the same path.",
         )
     return log
 
 
 def _columns(frame: LogFrame, part: LogPart, log: ChangeLog) -> Iterator[dict[str, pa.Array]]:
-    found = log.read(part.first, part.last, tables=part.tables, after_seq=part.after_seq, to_seq=part.to_seq)
-    batches = filter(frame.options.matches_rows, found)
+    batches_read = log.read(part.first, part.last, tables=part.tables, after_seq=part.after_seq, to_seq=part.to_seq)
+    batches = filter(frame.options.matches_rows, batches_read)
     commits = CommitLookup(log, part.first)
     if frame.options.row_format is RowFormat.CHANGELOG:
-        assert frame.schema is not None, "of one table"
+        assert frame.schema is not None, "a change feed has one table"
         yield from feed_rows(batches, frame.schema, commits)
         return
     for batch in batches:
@@ -64,14 +64,17 @@ def _columns(frame: LogFrame, part: LogPart, log: ChangeLog) -> Iterator[dict[st
         yield envelope_rows(batch, numbers) if frame.schema is None else typed_rows(batch, frame.schema, numbers)
 
 
-def _column(found: pa.Array | None, kind: pa.DataType, rows: int) -> pa.Array:
-    if found is None:
+def _column(column: pa.Array | None, kind: pa.DataType, rows: int) -> pa.Array:
+    if column is None:
         return pa.nulls(rows, kind)
-    return found if found.type == kind else found.cast(kind)
+    return column if column.type == kind else column.cast(kind)
 
 
 class LogBatchReader(DataSourceReader):
-    """Plain data only: Spark pickles it. Where the range begins and ends is found out when it is planned."""
+    """`spark.read.format("cdc")` of a change log: the changes of a range, by commit, position or time.
+
+    It holds plain data only, because Spark pickles it. The range's start and end are resolved when it is planned.
+    """
 
     def __init__(self, frame: LogFrame, schema: StructType) -> None:
         self._frame = frame
@@ -82,21 +85,21 @@ class LogBatchReader(DataSourceReader):
             return self._planned()
 
     def _planned(self) -> list[InputPartition]:
-        options, view = self._frame.options, LogPlanner(self._frame)
-        begin = view.start_offset()
-        end = ending_offset(view.log, options.end, view.tables(view.newest()))
-        if view.with_last_seq(end) < view.with_last_seq(begin):
+        options, planner = self._frame.options, LogPlanner(self._frame)
+        begin = planner.start_offset()
+        end = ending_offset(planner.log, options.end, planner.tables(planner.newest()))
+        if planner.with_last_seq(end) < planner.with_last_seq(begin):
             raise ConfigError(
                 "the range ends before it begins",
                 start=options.start,
                 end=options.end,
-                hint="`endingPosition` must not lie before `startingPosition`.",
+                hint="Set `endingPosition` to one that does not lie before `startingPosition`.",
             )
-        # An end inside of a commit is a row of the next one.
+        # An end inside a commit is a row of the commit after `end.commit`.
         last, to_seq = (end.commit + 1, end.seq) if end.seq else (end.commit, SEQ_MAX)
-        return [InputPartition(part) for part in view.plan_parts(begin, last, to_seq)] if last > begin.commit else []
+        return [InputPartition(part) for part in planner.plan_parts(begin, last, to_seq)] if last > begin.commit else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        if partition.value is None:  # Spark's own, where there are none
+        if partition.value is None:  # Spark's own partition, where there are none
             return iter(())
         return read_part(self._frame, partition.value, arrow_schema(self._schema))

@@ -1,8 +1,8 @@
-"""A change log as one reader of Spark's sees it: which commits bring it rows, how far to go, and who reads what.
+"""Plan what one Spark reader reads of a change log: which commits, how far, and which task reads what.
 
-A step ends on a commit, and only on one that brings rows of the tables that are asked for. It never passes a place
-where rows are missing, or rows that the DataFrame cannot hold: up to there everything is delivered, and then that is
-the error. The rows of a step are shared out by `_seq`, so any number of tasks read each row once.
+A step ends on a commit that has rows of the requested tables. It never passes a commit where rows are missing, or whose
+rows the DataFrame cannot hold. Everything before such a commit is delivered, and then the error is raised. The rows of
+a step are divided by `_seq`, so any number of tasks reads each row once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tailrace.errors import LogGap, LogTrimmed, SchemaChanged, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.spark.datasource.log.change_feed import find_unsupported, partial_rows_error
-from tailrace.spark.datasource.log.coverage_check import ANEW_HINT, CoverageCheck
+from tailrace.spark.datasource.log.coverage_check import NEW_CHECKPOINT_HINT, CoverageCheck
 from tailrace.spark.datasource.log.log_options import RowFormat
 from tailrace.spark.datasource.log.log_schema import LogFrame
 from tailrace.spark.datasource.log.table_renames import TableRenames
 
-_ENVELOPE_HINT = " A stream with `onSchemaChange` `envelope` goes on instead."
+_ENVELOPE_HINT = " Or set `onSchemaChange` to `envelope`, with which a stream continues."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,35 +42,40 @@ class LogPart:
 
 
 class LogPlanner:
-    """The log, open; grown as it is asked."""
+    """The open log of one reader. What it knows of the log grows as it plans."""
 
     def __init__(self, frame: LogFrame) -> None:
         self._frame = frame
         self._options = frame.options
         self.log = ChangeLog.open(frame.options.log_path)
         self._index = LogIndex(self.log)
-        self._scale = CommitSizer(self.log)
+        self._sizer = CommitSizer(self.log)
         self._coverage = CoverageCheck(frame.options, self.log, self._index)
         self._renames = TableRenames(frame.options, self.log, self._index)
         self._fitting: set[tuple[int, int]] = set()
         self._unsupported: dict[tuple[int, int], tuple[LogOffset, tuple[int, TailraceError] | None]] = {}
-        """Of rows that lie together, by table and last row: after which place we looked, and what was found there."""
+        """Results of the search for unsupported rows, by table and a slice's last row.
+
+        Each has the offset after which the search began.
+        """
         self._known: tuple[int, frozenset[int]] = (-1, frozenset())
 
     def newest(self) -> int:
-        """The log's newest commit."""
+        """Return the log's newest commit."""
         return self.log.newest()
 
     def newest_matching(self) -> int:
-        """The newest commit that brings rows of the tables that are asked for, or brought some that are gone; 0 if none
-        does."""
+        """Return the newest commit with rows of the requested tables; 0 without one.
+
+        Rows that were trimmed count too.
+        """
         newest = self.newest()
         tables = self.tables(newest)
-        gone = [table.commit for table in self.log.trimmed_tables(self.log.trimmed(), tables).values()]
-        return max([*gone, *(item.last for item in self._slices(LogOffset(0), newest, tables))], default=0)
+        trimmed = [table.commit for table in self.log.trimmed_tables(self.log.trimmed(), tables).values()]
+        return max([*trimmed, *(item.last for item in self._slices(LogOffset(0), newest, tables))], default=0)
 
     def tables(self, upto: int) -> frozenset[int]:
-        """The log's numbers of the tables that are asked for and have rows up to a commit, or had."""
+        """Return the log's numbers of the requested tables that have, or had, rows up to a commit."""
         if self._known[0] < upto:
             self._index.grow(upto)
             if self._known[0] < 0:
@@ -80,20 +85,26 @@ class LogPlanner:
         return self._known[1]
 
     def start_offset(self) -> LogOffset:
-        """After this place begins what is asked for."""
-        point, newest = self._options.start, self.newest()
+        """Return the offset after which the requested range begins."""
+        option, newest = self._options.start, self.newest()
         tables = self.tables(newest)
-        place = starting_offset(self.log, point, tables)
+        offset = starting_offset(self.log, option, tables)
         self._coverage.refresh(newest, tables)
-        self._coverage.refuse_start(point, place)
-        return self.with_last_seq(place) if isinstance(point, Lsn) else place
+        self._coverage.refuse_start(option, offset)
+        return self.with_last_seq(offset) if isinstance(option, Lsn) else offset
 
-    def with_last_seq(self, place: LogOffset) -> LogOffset:
-        """The same place, by the last row before it: so any two can be compared."""
-        return LogOffset(place.commit, max(place.seq, self._index.next_seq(place.commit) - 1))
+    def with_last_seq(self, offset: LogOffset) -> LogOffset:
+        """Return the same offset with the `_seq` of the last row before it.
+
+        Any two such offsets can be compared.
+        """
+        return LogOffset(offset.commit, max(offset.seq, self._index.next_seq(offset.commit) - 1))
 
     def next_end(self, after: LogOffset, to: int, *, limited: bool) -> int:
-        """The commit to go to from a place, `to` at most; where there is nothing to go for, the one we are at."""
+        """Return the commit to read to, `to` at most.
+
+        If there is nothing to read, it is the reader's own commit.
+        """
         tables = self.tables(to)
         self.refuse_trimmed(after, tables)
         slices = self._slices(after, to, tables)
@@ -109,7 +120,7 @@ class LogPlanner:
         return end
 
     def plan_parts(self, after: LogOffset, to: int, to_seq: int = SEQ_MAX) -> list[LogPart]:
-        """What tasks read, each its own, between two places."""
+        """Divide the rows between two offsets into parts, one for each task."""
         tables = self.tables(to)
         self.refuse_trimmed(after, tables)
         slices = self._slices(after, to, tables)
@@ -127,47 +138,47 @@ class LogPlanner:
         return self._split(whole, slices) if slices else []
 
     def refuse_trimmed(self, after: LogOffset, tables: frozenset[int]) -> None:
-        """Rows that are gone are told of before a task looks for them."""
-        gone = self.log.trimmed()
-        for number, table in self.log.trimmed_tables(gone, tables).items():
+        """Refuse to read trimmed rows, before a task looks for them."""
+        trimmed = self.log.trimmed()
+        for number, table in self.log.trimmed_tables(trimmed, tables).items():
             if after.commit < table.commit and table.last_seq > after.seq:
                 raise LogTrimmed(
                     "the log no longer holds changes that were not read",
                     table=self.log.schemas.latest_of(number).schema.table,
                     after=after.commit,
                     gone_to=table.commit,
-                    hint=ANEW_HINT.format(commit="earliest")
-                    + " The option `consumer` gives the stream a name, and the log waits for it.",
+                    hint=NEW_CHECKPOINT_HINT.format(commit="earliest")
+                    + " Give the stream a name with the option `consumer`: the log then keeps rows for it.",
                 )
 
     def _slices(self, after: LogOffset, to: int, tables: frozenset[int]) -> list[Slice]:
-        """What of the tables' rows lies together, in order; the last may go on after the commit."""
+        """Return the tables' slices after an offset, in order. The last may extend past the commit."""
         seq = max(after.seq, self._index.next_seq(after.commit) - 1 if after.commit <= self._index.last_commit else 0)
-        found = [
+        slices = [
             item for table in tables for item in self._index.pending(table, seq, to) if self._renames.includes(item)
         ]
-        return sorted(found, key=lambda item: (item.last_seq, item.first))
+        return sorted(slices, key=lambda item: (item.last_seq, item.first))
 
     def _reachable_end(self, after: LogOffset, to: int, slices: Sequence[Slice]) -> tuple[int, TailraceError | None]:
-        """How far it is possible to go, and what is in the way after that."""
+        """Return how far it is possible to read, and the error that stops the reader there."""
         end = to
         error: TailraceError | None = None
         self._coverage.refresh(to, self.tables(to))
         self._coverage.warn_of_late_starts(after, to)
-        for missing in (self._coverage.first_gap(after, to), self._renames.first_gap(after, to)):
-            if missing is not None and missing[0] <= end:
-                end, error = missing[0] - 1, missing[1]
+        for gap_before in (self._coverage.first_gap(after, to), self._renames.first_gap(after, to)):
+            if gap_before is not None and gap_before[0] <= end:
+                end, error = gap_before[0] - 1, gap_before[1]
         for gap in self.log.gaps():
             if after.commit < gap.commit <= end:
                 end, error = gap.commit - 1, _missing(gap.error, gap.commit)
         for item in slices:
-            found = self._obstacle(item, after, slices) if item.first <= end else None
-            if found is not None and found[0] <= end:
-                end, error = found[0] - 1, found[1]
+            obstacle = self._obstacle(item, after, slices) if item.first <= end else None
+            if obstacle is not None and obstacle[0] <= end:
+                end, error = obstacle[0] - 1, obstacle[1]
         return max(end, after.commit), error
 
     def _obstacle(self, item: Slice, after: LogOffset, slices: Sequence[Slice]) -> tuple[int, TailraceError] | None:
-        """From which commit on rows cannot come in the DataFrame's columns, and why."""
+        """Return the first commit whose rows do not fit the DataFrame's columns, and the error."""
         if (error := self._schema_error(item, slices)) is not None:
             return item.first, error
         if item.has_special_rows and self._options.row_format is RowFormat.CHANGELOG:
@@ -175,13 +186,19 @@ class LogPlanner:
         return None
 
     def _first_unsupported(self, item: Slice, after: LogOffset) -> tuple[int, TailraceError] | None:
-        """The first commit after a place that a change feed cannot tell, and why. Only then are rows looked at, and
-        not again with every micro-batch."""
-        looked, known = self._unsupported.get((item.table, item.last_seq), (None, None))
-        if looked is None or looked > after or (known is not None and (after.seq or known[0] <= after.commit)):
-            known = self._find_unsupported(item, after)
-            self._unsupported[item.table, item.last_seq] = after, known
-        return known
+        """Return the first commit after an offset that a change feed cannot represent, and the error.
+
+        Rows are read only here. The result is kept, so that they are not read again with every micro-batch.
+        """
+        searched_after, result = self._unsupported.get((item.table, item.last_seq), (None, None))
+        if (
+            searched_after is None
+            or searched_after > after
+            or (result is not None and (after.seq or result[0] <= after.commit))
+        ):
+            result = self._find_unsupported(item, after)
+            self._unsupported[item.table, item.last_seq] = after, result
+        return result
 
     def _find_unsupported(self, item: Slice, after: LogOffset) -> tuple[int, TailraceError] | None:
         first = max(item.first, after.commit + 1)
@@ -189,38 +206,38 @@ class LogPlanner:
         rows = self.log.read(first, item.last, tables={item.table}, after_seq=after.seq, to_seq=item.last_seq)
         for batch in filter(self._options.matches_rows, rows):
             if (
-                found := find_unsupported(batch, commits.commits_of(batch.data.column(change.SEQ).to_numpy()))
+                result := find_unsupported(batch, commits.commits_of(batch.data.column(change.SEQ).to_numpy()))
             ) is not None:
-                return found
+                return result
         return None
 
     def _schema_error(self, item: Slice, slices: Sequence[Slice]) -> TailraceError | None:
-        """Why rows of a shape cannot come; None if they can."""
-        which = item.table, item.schema
-        if self._frame.schema is None or which in self._fitting:
+        """Return why rows of a schema version do not fit; None if they do."""
+        version_id = item.table, item.schema
+        if self._frame.schema is None or version_id in self._fitting:
             return None
-        version = self.log.schemas.get(*which).schema
+        version = self.log.schemas.get(*version_id).schema
         if not fits_schema(version, self._frame.schema) and not self._options.with_envelope:
             return SchemaChanged(
                 "the table has columns or types now that the DataFrame does not have",
                 table=version.table,
                 commit=item.first,
-                hint="Everything before is delivered. Start the stream again, from `spark.readStream` on and with the "
-                "same checkpoint (a read: make the DataFrame anew): then it has them."
+                hint="Start the stream again, from `spark.readStream` on and with the same checkpoint; create a "
+                "DataFrame of a read again. It then has them, and everything before was delivered."
                 + (_ENVELOPE_HINT if self._options.row_format is RowFormat.TYPED else ""),
             )
         if self._options.row_format is RowFormat.CHANGELOG:
-            last = max(other.last for other in slices if (other.table, other.schema) == which)
-            if (found := partial_rows_error(version, last)) is not None:
-                return found
-        self._fitting.add(which)
+            last = max(other.last for other in slices if (other.table, other.schema) == version_id)
+            if (error := partial_rows_error(version, last)) is not None:
+                return error
+        self._fitting.add(version_id)
         return None
 
     def _limited_end(self, after: LogOffset, to: int, tables: frozenset[int]) -> int:
-        """The furthest commit that brings no more than the limits say; one with rows at least."""
+        """Return the furthest commit within the limits. At least one commit with rows is read."""
         rows_max, bytes_max = self._options.rows_max, self._options.bytes_max
         end, rows, size = after.commit, 0, 0.0
-        for weight in self._scale.measure(tables, after.commit + 1, to):
+        for weight in self._sizer.measure(tables, after.commit + 1, to):
             rows, size = rows + weight.rows, size + weight.bytes
             over = (rows_max is not None and rows > rows_max) or (bytes_max is not None and size > bytes_max)
             if over and end > after.commit:
@@ -229,8 +246,10 @@ class LogPlanner:
         return end
 
     def _split(self, whole: LogPart, slices: Sequence[Slice]) -> list[LogPart]:
-        """The rows in parts of about the same number. A commit is divided only if it is larger than a part, and never
-        for a change feed, which folds it."""
+        """Divide the rows into parts of about the same number.
+
+        A commit is divided only if it is larger than a part, and never for a change feed, which folds it.
+        """
         total = sum(item.rows for item in slices)
         count = min(-(-total // self._options.rows_per_partition), self._options.partitions_max)
         share = -(-total // count)
@@ -250,4 +269,4 @@ class LogPlanner:
 
 
 def _missing(gap: LogGap, commit: int) -> LogGap:
-    return LogGap(gap.message, hint=ANEW_HINT.format(commit=commit + 1), **gap.fields)
+    return LogGap(gap.message, hint=NEW_CHECKPOINT_HINT.format(commit=commit + 1), **gap.fields)

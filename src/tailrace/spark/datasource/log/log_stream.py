@@ -1,13 +1,14 @@
-"""What streams of a change log have in common, whatever Spark asks them: offsets, rows, and what is done.
+"""The common part of streams over a change log, for every Spark version: offsets, rows, and what is done.
 
-An offset is a commit's number and the log's id, so a checkpoint fits one log and no other, and whatever is killed, the
-same offsets mean the same rows. A commit is never split. What the log may let go of is what lies before the `start`
-of the next micro-batch: that is the end of one Spark has noted as done. `commit` says nothing more: it comes late, and
-not at all while nothing happens.
+An offset is a commit's number and the log's id. So a checkpoint fits one log and no other. After any kill the same
+offsets mean the same rows. A commit is never split. The log may trim what lies before the `start` of the next
+micro-batch, because that is the end of a batch that Spark has recorded as done. `commit` adds nothing to this: Spark
+calls it late, and not at all while nothing happens.
 
-One process of the driver's runs all of this, one call after the other, except `read`, which runs in tasks. Everything
-is opened when it is first used: Spark makes the reader in several processes, and pickles it. A capture leaves a slot at
-the source, which keeps that from discarding its log: so what is known to be refused is refused before one is started.
+One process of the driver runs all of this, one call after the other, except `read`, which runs in tasks. Everything is
+opened when it is first used, because Spark makes the reader in several processes, and pickles it. A capture leaves a
+slot at the source, which keeps the source from discarding its log. So what is known to be refused is refused before a
+capture is started.
 """
 
 from __future__ import annotations
@@ -38,32 +39,38 @@ from tailrace.storage import files
 from tailrace.storage.files import LogPath
 
 HEARTBEAT_SECONDS = 30.0
-"""A stream that waits says so often enough that the log does not take it for gone."""
+"""Interval at which a waiting stream renews its consumer.
+
+Without this the log would take the consumer for gone.
+"""
 OWN_CONSUMER = "spark"
-"""Of a stream that captures for itself, unless it is given another."""
+"""Name of the consumer of a stream that captures for itself, unless it is given another."""
 _CHECKPOINT_HINT = "Give the query a `checkpointLocation` of its own."
 
 Offset = dict[str, Any]
 
 
 class Capture(Protocol):
-    """Whoever writes the log while the stream runs. Plain data until it is started, for Spark pickles it."""
+    """The capture that writes the log while the stream runs.
+
+    It is plain data until it is started, because Spark pickles it.
+    """
 
     def start(self) -> None:
-        """Begin to capture; returns once the log is there, and is of this source."""
+        """Begin to capture; return once the log exists, and is of this source."""
 
     def catch_up(self) -> None:
         """Return once the log has everything that was committed before the start."""
 
     def check(self) -> None:
-        """Raise what has ended it; start it again if it was killed."""
+        """Raise the error that ended it; start it again if it was killed."""
 
     def stop(self) -> None:
-        """End it, and let go of the source."""
+        """Stop capturing, and release the source."""
 
 
 class LogStream(DataSourceStreamReader):
-    """The log, step by step. How Spark asks for the next step is for others to say."""
+    """A stream over the log, step by step. Subclasses answer how their Spark asks for the next step."""
 
     def __init__(self, frame: LogFrame, schema: StructType, capture: Capture | None = None) -> None:
         self._frame = frame
@@ -71,35 +78,38 @@ class LogStream(DataSourceStreamReader):
         self._capture = capture
         self._planner: LogPlanner | None = None
         self._consumer: Consumer | None = None
-        self._said_at = 0.0
+        self._stored_at = 0.0
         self._idle_since: tuple[Offset, float] | None = None
-        """After which place there was nothing at the last look, and since when."""
+        """The offset after which the last look found nothing, and since when."""
         self._target: int | None = None
 
-    # Where to.
+    # How far to read.
 
     def initialOffset(self) -> Offset:
         with without_traceback:
-            view = self._opened()
+            planner = self._opened()
             if self._capture is not None and self._frame.options.start != EARLIEST:
-                # What was committed before the query is its past, though nobody may have captured it until now.
+                # What was committed before the query lies in its past, even if it was not captured until now.
                 self._capture.catch_up()
-            place = view.start_offset()
-            self._acknowledge(place)
-            return self._offset(place)
+            offset = planner.start_offset()
+            self._acknowledge(offset)
+            return self._offset(offset)
 
     def _latest(self, start: Offset, *, limited: bool) -> Offset:
-        """How far to go from where everything before is done; `start` itself, if there is nothing to go for."""
+        """Return how far to read from an offset before which everything is done.
+
+        If there is nothing to read, it is the offset itself.
+        """
         self._wait_if_idle(start)
-        place = self._place(start)
-        view = self._opened()
+        offset = self._log_offset(start)
+        planner = self._opened()
         if self._capture is not None:
             self._capture.check()
-        newest = view.newest() if self._target is None else max(self._target, place.commit)
-        end = view.next_end(place, newest, limited=limited)
-        # Commits that bring nothing of ours are behind us as well; of others we are told by `start`.
-        self._acknowledge(place if end > place.commit else max(place, LogOffset(newest)))
-        if end > place.commit:
+        newest = planner.newest() if self._target is None else max(self._target, offset.commit)
+        end = planner.next_end(offset, newest, limited=limited)
+        # Commits without requested rows are done as well. Of the others, `start` says which are done.
+        self._acknowledge(offset if end > offset.commit else max(offset, LogOffset(newest)))
+        if end > offset.commit:
             self._idle_since = None
             return self._offset(LogOffset(end))
         if self._idle_since is None or self._idle_since[0] != start:
@@ -107,15 +117,18 @@ class LogStream(DataSourceStreamReader):
         return start
 
     def _wait_if_idle(self, start: Offset) -> None:
-        """Spark asks again every 10 ms, and where the log is in a store every look is a request that is paid for."""
+        """Wait for a log in an object store to grow, if the last look found nothing.
+
+        Spark asks again every 10 ms, and there every look is a request that costs money.
+        """
         if self._idle_since is not None and self._idle_since[0] == start and files.is_remote(self._opened().log.path):
             wait_for_commit(self._opened().log.path, start["commit"] + 1, time.monotonic() - self._idle_since[1])
 
-    # What is there.
+    # Rows.
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         with without_traceback:
-            begin, upto = self._place(start), self._place(end)
+            begin, upto = self._log_offset(start), self._log_offset(end)
             return (
                 [InputPartition(part) for part in self._opened().plan_parts(begin, upto.commit)] if begin < upto else []
             )
@@ -123,10 +136,10 @@ class LogStream(DataSourceStreamReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read_part(self._frame, partition.value, arrow_schema(self._schema))
 
-    # What is done.
+    # What is done, for the log to trim.
 
     def commit(self, end: Offset) -> None:
-        """Nothing: see above."""
+        """Do nothing: see the module."""
 
     def stop(self) -> None:
         try:
@@ -136,25 +149,31 @@ class LogStream(DataSourceStreamReader):
             if self._consumer is not None:
                 self._consumer.save()
 
-    def _acknowledge(self, place: LogOffset, *, at_once: bool = False) -> None:
-        """The log may let go of what lies before; said at most every second, and now and then while it stays."""
-        reached = (place.commit, place.seq)
-        begun, consumer = self._consumer is None, self._stored_consumer(place)
+    def _acknowledge(self, offset: LogOffset, *, at_once: bool = False) -> None:
+        """Let the log trim what lies before an offset.
+
+        This is stored at most every second, and now and then while the offset stays.
+        """
+        reached = (offset.commit, offset.seq)
+        is_new, consumer = self._consumer is None, self._stored_consumer(offset)
         if consumer is None:
             return
         moved = (consumer.commit, consumer.seq) != reached
-        if begun or (moved and (at_once or self._target is not None)):
-            consumer.jump_to(*reached)  # a query that ends by itself may be gone before the next second
-        elif moved or time.monotonic() > self._said_at + HEARTBEAT_SECONDS:
+        if is_new or (moved and (at_once or self._target is not None)):
+            consumer.jump_to(*reached)  # a query that ends on its own may be gone before the next second
+        elif moved or time.monotonic() > self._stored_at + HEARTBEAT_SECONDS:
             consumer.advance_to(*reached)
-            self._said_at = time.monotonic()
+            self._stored_at = time.monotonic()
 
-    def _stored_consumer(self, place: LogOffset) -> Consumer | None:
-        """Our place in the log, this one if there was none; None for a stream without a name."""
-        # A log of its own has nobody else to keep it.
+    def _stored_consumer(self, offset: LogOffset) -> Consumer | None:
+        """Return the stream's consumer, stored at this offset if it is new.
+
+        None for a stream without a name.
+        """
+        # Nobody else keeps the rows of a log that the stream itself captures.
         name = self._frame.options.consumer or (OWN_CONSUMER if self._capture is not None else None)
         if name is not None and self._consumer is None:
-            start = (place.commit, place.seq)
+            start = (offset.commit, offset.seq)
             self._consumer = Consumer.open(self._opened().log.path, name, wanted=self._table_selector(), start=start)
         return self._consumer
 
@@ -164,36 +183,36 @@ class LogStream(DataSourceStreamReader):
             return None
         return TableSelector(self._opened().log.schemas, table, may_come=True)
 
-    # Offsets, and the places they stand for.
+    # Spark's offsets, and those of the log.
 
-    def _offset(self, place: LogOffset) -> Offset:
-        found: Offset = {"log": self._opened().log.log_id, "commit": place.commit}
-        return found | {"seq": place.seq} if place.seq else found
+    def _offset(self, offset: LogOffset) -> Offset:
+        mapping: Offset = {"log": self._opened().log.log_id, "commit": offset.commit}
+        return mapping | {"seq": offset.seq} if offset.seq else mapping
 
-    def _place(self, offset: Offset) -> LogOffset:
+    def _log_offset(self, offset: Offset) -> LogOffset:
         if self._planner is None and self._capture is not None:
             self._refuse_foreign(offset, _id_of(self._frame.options.log_path))
         log = self._opened().log
         self._refuse_foreign(offset, log.log_id)
-        place = LogOffset(offset["commit"], offset.get("seq", 0))
-        if place.commit > log.newest():
+        log_offset = LogOffset(offset["commit"], offset.get("seq", 0))
+        if log_offset.commit > log.newest():
             raise LogForeign(
-                "the checkpoint is ahead of the log: the log was put back from a copy",
+                "the checkpoint is ahead of the log: the log was restored from a copy",
                 log=log.path,
-                checkpoint=place.commit,
+                checkpoint=log_offset.commit,
                 newest=log.newest(),
-                hint=f"Restore the newer log; or read the tables as a whole. {_CHECKPOINT_HINT}",
+                hint=f"Restore the newer log; or read the tables as a whole, and begin again. {_CHECKPOINT_HINT}",
             )
-        return place
+        return log_offset
 
-    def _refuse_foreign(self, offset: Offset, found: str | None) -> None:
-        if offset.get("log") != found:
+    def _refuse_foreign(self, offset: Offset, log_id: str | None) -> None:
+        if offset.get("log") != log_id:
             raise LogForeign(
-                "the checkpoint is of another log" if found else "the log that the checkpoint is of is not here",
+                "the checkpoint belongs to another log" if log_id else "the log of the checkpoint is not here",
                 log=self._frame.options.log,
-                id=found or "none",
+                id=log_id or "none",
                 checkpoint=offset.get("log"),
-                hint=f"{_CHECKPOINT_HINT} Or give `log` the folder that the checkpoint is of.",
+                hint=f"{_CHECKPOINT_HINT} Or set `log` to the folder of the checkpoint's log.",
             )
 
     def _opened(self) -> LogPlanner:
@@ -209,8 +228,10 @@ class LogStream(DataSourceStreamReader):
 
 
 class RefusedStream(DataSourceStreamReader):
-    """A stream that cannot be. Whatever Spark asks first is answered with why: were that raised when the reader is
-    made, Spark's own loop would stumble over having none, and tell of that last."""
+    """A stream that raises its error at Spark's first call.
+
+    An error raised while the reader is made would make Spark's own loop fail without a reader, and report that last.
+    """
 
     def __init__(self, error: TailraceError) -> None:
         self._error = error
@@ -218,7 +239,7 @@ class RefusedStream(DataSourceStreamReader):
     def initialOffset(self) -> Offset:
         raise self._error.with_traceback(None)
 
-    def latestOffset(self) -> Offset:  # type: ignore[override] # as a source has it that takes no limits
+    def latestOffset(self) -> Offset:  # type: ignore[override] # the signature of a source without limits
         raise self._error.with_traceback(None)
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
@@ -229,7 +250,7 @@ class RefusedStream(DataSourceStreamReader):
 
 
 def _id_of(path: LogPath) -> str | None:
-    """Of the log that is there; None if it is none yet, or nothing is in it."""
+    """Return the log's id; None if there is no log yet, or nothing is in it."""
     try:
         log = ChangeLog.open(path)
     except LogUnreachable:
@@ -240,5 +261,5 @@ def _id_of(path: LogPath) -> str | None:
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Have Spark's own loop call `stop`."""
+    """Make Spark's own loop call `stop`."""
     sys.exit(0)

@@ -1,6 +1,6 @@
 """`spark.readStream.format("cdc")`: the commits of a change log as micro-batches, as large as the query says.
 
-Spark says where it is when it asks how far to go, since 4.2. (`stream_plain.py` is for those before.)
+Since 4.2 Spark says where it is when it asks how far to go. `stream_41.py` is for Spark 4.1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tailrace.spark.datasource.option_values import without_traceback
 
 
 class LogStreamReader(LogStream, SupportsTriggerAvailableNow):
-    """The log, for a Spark with admission control."""
+    """The stream for a Spark with admission control."""
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
         with without_traceback:
@@ -33,10 +33,10 @@ class LogStreamReader(LogStream, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:
         with without_traceback:
-            view = self._opened()
+            planner = self._opened()
             if self._capture is not None:
                 self._capture.catch_up()
-            self._target = view.newest()
+            self._target = planner.newest()
 
     def reportLatestOffset(self) -> Offset:
         return self._offset(LogOffset(self._opened().newest()))

@@ -1,10 +1,11 @@
-"""The same for Spark 4.1, which asks how far to go and does not say where it is.
+"""The stream for Spark 4.1, which does not say where it is.
 
-The place is what Spark was told last, or the end of the micro-batch it planned last: it asks again only when that is
-done. After a restart neither is known until the first micro-batch is planned, so that one goes to the log's newest
-commit with rows of ours; should there be something in its way, that is the error before anything of it is delivered.
-Rows that are gone count too: Spark may have read them, and an offset before its own would lead it back. There are no
-limits: Spark would take one micro-batch for all there is (`availableNow`).
+The stream's offset is the one that Spark got last, or the end of the micro-batch that Spark planned last. Spark asks
+how far to read only when that batch is done. After a restart neither is known until the first micro-batch is planned.
+So that one extends to the log's newest commit with requested rows. If an obstacle lies before that commit, the error is
+raised before any of these rows are delivered. Trimmed rows count too: Spark may have read them, and an offset before
+its own would take it back. There are no limits, because Spark would take one micro-batch for all there is
+(`availableNow`).
 """
 
 from __future__ import annotations
@@ -17,34 +18,33 @@ from tailrace.spark.datasource.option_values import without_traceback
 
 
 class Spark41StreamReader(LogStream):
-    """The log, for a Spark without admission control."""
+    """The stream for a Spark without admission control."""
 
-    _at: Offset | None = None
+    _last_offset: Offset | None = None
     _caught_up = False
 
     def initialOffset(self) -> Offset:
-        self._at = super().initialOffset()
-        return self._at
+        self._last_offset = super().initialOffset()
+        return self._last_offset
 
     def latestOffset(self) -> Offset:  # type: ignore[override] # as Spark 4.1 has it
         with without_traceback:
             return self._newest()
 
     def _newest(self) -> Offset:
-        view = self._opened()
+        planner = self._opened()
         if self._capture is not None and not self._caught_up:
-            # What was there when the query began is in its first micro-batch: nobody says whether it is the only one.
+            # The first micro-batch has all there was when the query began: it may be the only one.
             self._capture.catch_up()
             self._caught_up = True
-        if self._at is not None:
-            return self._latest(self._at, limited=False)
-        self._stored_consumer(
-            LogOffset(0)
-        )  # what is done Spark tells with the first micro-batch; it may be that there is none
-        return self._offset(LogOffset(view.newest_matching()))
+        if self._last_offset is not None:
+            return self._latest(self._last_offset, limited=False)
+        # Spark says with the first micro-batch what is done; there may be no such batch.
+        self._stored_consumer(LogOffset(0))
+        return self._offset(LogOffset(planner.newest_matching()))
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         with without_traceback:
-            self._acknowledge(self._place(start), at_once=True)
-            self._at = max(start, end, key=self._place)
+            self._acknowledge(self._log_offset(start), at_once=True)
+            self._last_offset = max(start, end, key=self._log_offset)
         return super().partitions(start, end)

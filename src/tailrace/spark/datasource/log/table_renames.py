@@ -1,9 +1,9 @@
-"""Tables that got another name, for a reader who asks for names.
+"""Handle renamed tables for a reader that requests tables by name.
 
-A row is of the table by whose name it was written, as in a pipeline, to which a renamed table is another one. So what
-was written under a name that is not asked for never comes, and its reader is warned once where that begins or ends.
-Where a name went from one table to another, as when two were swapped, the reader lacks what the second one had before:
-for a table that is asked for by its name that is a gap, after everything before it was delivered.
+A row belongs to the name under which it was written, as in a pipeline, which treats a renamed table as another one. So
+rows written under a name that is not requested are never delivered. The reader is warned once where that begins or
+ends. Where a name moved from one table to another, as when two were swapped, the reader lacks the second table's
+earlier rows. For a table requested by its name that is a gap, raised after everything before it was delivered.
 """
 
 from __future__ import annotations
@@ -17,82 +17,86 @@ from tailrace.changelog.read.offsets import LogOffset
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogGap
 from tailrace.model.schema import TableId
-from tailrace.spark.datasource.log.coverage_check import ANEW_HINT
+from tailrace.spark.datasource.log.coverage_check import NEW_CHECKPOINT_HINT
 from tailrace.spark.datasource.log.log_options import LogOptions
 
 log = logging.getLogger(__name__)
 
 
 class TableRenames:
-    """Under which names the tables of one reader were written."""
+    """The names under which one reader's tables were written."""
 
     def __init__(self, options: LogOptions, log: ChangeLog, index: LogIndex) -> None:
         self._options = options
         self._log = log
         self._index = index
-        self._taken: dict[tuple[int, int], bool] = {}
+        self._included: dict[tuple[int, int], bool] = {}
         self._renamed: frozenset[int] = frozenset()
-        """Those that had a name that is asked for, and one that is not."""
+        """Tables that had both a requested name and one that is not requested."""
         self._warned: set[tuple[int, int]] = set()
 
     def refresh(self, tables: frozenset[int]) -> None:
-        """Take in the names that these tables have had by now."""
+        """Load the names that these tables have had so far."""
         self._renamed = tables & self._log.schemas.numbers_matching(lambda table: not self._options.matches(table))
 
     def includes(self, item: Slice) -> bool:
-        """Whether rows were written under a name that is asked for."""
-        which = item.table, item.schema
-        if which not in self._taken:
-            self._taken[which] = self._options.matches(self._name(item))
-        return self._taken[which]
+        """Return whether rows were written under a requested name."""
+        version_id = item.table, item.schema
+        if version_id not in self._included:
+            self._included[version_id] = self._options.matches(self._name(item))
+        return self._included[version_id]
 
     def first_gap(self, after: LogOffset, to: int) -> tuple[int, LogGap] | None:
-        """The first commit, of all after a place and up to a commit, in which a name is another table's, and the
-        error; whoever lacks nothing in the middle is warned."""
-        found = []
+        """Return the first commit where a name moved to another table, with the error.
+
+        Only commits after an offset, and up to a commit, count. A reader that lacks nothing in the middle is warned
+        instead.
+        """
+        gaps = []
         for before, item in self._changes(after, to):
             if self.includes(item) and self._options.names_explicitly(self._name(item)) and self._name_was_reused(item):
-                found.append((item.first, self._another(before, item)))
+                gaps.append((item.first, self._reused_name_error(before, item)))
             else:
                 self._warn(before, item)
-        return min(found, key=lambda missing: missing[0], default=None)
+        return min(gaps, key=lambda gap: gap[0], default=None)
 
     def _changes(self, after: LogOffset, to: int) -> Iterator[tuple[Slice, Slice]]:
-        """What was written last under the one name, and first under the other."""
+        """Yield the last slice under one name with the first slice under the other."""
         for number in self._renamed:
             for before, item in itertools.pairwise(self._index.pending(number, 0, to)):
                 if item.first > after.commit and self.includes(before) != self.includes(item):
                     yield before, item
 
     def _name_was_reused(self, item: Slice) -> bool:
-        """Whether another table was written under the same name before."""
-        name, gone = self._name(item), self._log.trimmed().tables
+        """Return whether another table was written under the same name before."""
+        name, trimmed = self._name(item), self._log.trimmed().tables
         others = set(self._log.schemas.numbers_named(name)) - {item.table}
         return any(
-            other in gone or any(self._name(early) == name for early in self._index.pending(other, 0, item.first))
+            other in trimmed
+            or any(self._name(earlier) == name for earlier in self._index.pending(other, 0, item.first))
             for other in others
         )
 
-    def _another(self, before: Slice, item: Slice) -> LogGap:
+    def _reused_name_error(self, before: Slice, item: Slice) -> LogGap:
         return LogGap(
-            "another table has this name now, and what was written to it under its former one is not among these rows",
+            "another table has this name now, and its rows under the former name are not among these rows",
             table=self._name(item),
             formerly=self._name(before),
             commit=item.first,
-            hint=ANEW_HINT.format(commit=item.first + 1),
+            hint=NEW_CHECKPOINT_HINT.format(commit=item.first + 1),
         )
 
     def _warn(self, before: Slice, item: Slice) -> None:
-        if (which := (item.table, item.first)) in self._warned:
+        if (rename := (item.table, item.first)) in self._warned:
             return
-        self._warned.add(which)
-        came, went = "what was written to it before is not asked for", "what is written to it since is not asked for"
+        self._warned.add(rename)
+        joins, leaves = "changes before that are not requested", "changes after that are not requested"
         log.warning(
             "table %s is called %s from commit %d on: %s",
             self._name(before),
             self._name(item),
             item.first,
-            came if self.includes(item) else went,
+            joins if self.includes(item) else leaves,
             extra={"table": str(self._name(before)), "renamed": str(self._name(item)), "commit": item.first},
         )
 

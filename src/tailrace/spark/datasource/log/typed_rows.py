@@ -1,8 +1,12 @@
-"""Changes of one table with its columns: what a change carries first, then the table's own.
+"""Turn changes into DataFrame rows, with typed columns or as an envelope.
 
-The columns are those of one view over every shape that the table had when the DataFrame was made
-(`changelog/read/merged_schema.py` has the rules). A row of a shape that came later and that the view cannot hold
-never comes in a part of itself: whoever plans stops before it, or it comes whole in a column of its own."""
+Typed rows have the change's own columns first, then the table's. The columns are those of one view over every schema
+that the table had when the DataFrame was created (`changelog/read/merged_schema.py` has the rules). A row of a later
+schema that the view cannot hold is never delivered in part. The planner stops before it, or it is delivered whole in a
+column of its own.
+
+Envelope rows have the same columns for all tables: the change's own, the table's name, and the row as one value.
+"""
 
 from __future__ import annotations
 
@@ -20,38 +24,41 @@ from tailrace.model.schema import TableSchema
 from tailrace.spark.datasource.log.variant_rows import VARIANT, objects
 
 ROW = "_row"
-"""A whole row as one value, null where the DataFrame's own columns hold it."""
+"""Name of the column for a whole row as one value. It is null where the DataFrame's own columns hold the row."""
 
 
-def typed_fields(shape: TableSchema, *, with_row: bool) -> pa.Schema:
-    """The columns of the DataFrame. Nothing is declared as never null: Spark takes no such field from Python."""
-    fields = [pa.field(field.name, field.type) for field in shape.change_schema()]
-    if not shape.key and not shape.former_key:  # a struct without fields
+def typed_fields(schema: TableSchema, *, with_row: bool) -> pa.Schema:
+    """Return the columns of the DataFrame.
+
+    No field is declared as never null, because Spark takes no such field from Python.
+    """
+    fields = [pa.field(field.name, field.type) for field in schema.change_schema()]
+    if not schema.key and not schema.former_key:  # a struct without fields
         fields = [field for field in fields if field.name != change.MOVED_FROM]
     fields.insert(2, pa.field(change.COMMIT, pa.int64()))
     return pa.schema([*fields, pa.field(ROW, VARIANT)] if with_row else fields)
 
 
-def typed_rows(batch: ChangeBatch, shape: TableSchema, commits: Int64Array) -> dict[str, pa.Array]:
-    """The rows of a batch in that shape, by column; columns that are left out are null throughout."""
-    found = {}
-    if not fits_schema(batch.schema, shape):
-        found[ROW] = row_values(batch)
-        batch = _fitting(batch, shape)
-    data = conform_to_schema(batch, shape).data
-    return {change.COMMIT: pa.array(commits)} | {name: data.column(name) for name in data.schema.names} | found
+def typed_rows(batch: ChangeBatch, schema: TableSchema, commits: Int64Array) -> dict[str, pa.Array]:
+    """Return the rows of a batch in a schema, by column. Columns that are left out are null throughout."""
+    extra = {}
+    if not fits_schema(batch.schema, schema):
+        extra[ROW] = row_values(batch)
+        batch = _fitting(batch, schema)
+    data = conform_to_schema(batch, schema).data
+    return {change.COMMIT: pa.array(commits)} | {name: data.column(name) for name in data.schema.names} | extra
 
 
 def row_values(batch: ChangeBatch) -> pa.StructArray:
-    """Each row as one value; none for a TRUNCATE."""
+    """Return each row as one value; null for a TRUNCATE."""
     columns = [batch.data.column(change.stored_name(name)) for name in batch.schema.names]
     missing = pa.compute.equal(batch.data.column(change.OP), "truncate") if batch.truncates else None
     return objects(batch.schema.names, columns, missing)
 
 
-def _fitting(batch: ChangeBatch, shape: TableSchema) -> ChangeBatch:
-    """The batch without what the shape has no place for."""
-    known = {column.name: column.type for column in shape.columns}
+def _fitting(batch: ChangeBatch, schema: TableSchema) -> ChangeBatch:
+    """Return the batch without the columns that the schema cannot hold."""
+    known = {column.name: column.type for column in schema.columns}
     kept = tuple(
         column for column in batch.schema.columns if column.name in known and can_hold(known[column.name], column.type)
     )
@@ -59,9 +66,9 @@ def _fitting(batch: ChangeBatch, shape: TableSchema) -> ChangeBatch:
     always = {field.name for field in change.REQUIRED} | set(change.OPTIONAL)
     data = batch.data.select([name for name in batch.data.schema.names if name in always | names])
     for name in (change.BEFORE, change.MOVED_FROM):
-        place = data.schema.get_field_index(name)
-        if place >= 0:
-            data = data.set_column(place, name, _only(data.column(place), names))
+        i = data.schema.get_field_index(name)
+        if i >= 0:
+            data = data.set_column(i, name, _only(data.column(i), names))
     return replace(batch, schema=replace(batch.schema, columns=kept), data=data)
 
 
@@ -77,7 +84,7 @@ SCHEMA, TABLE = "_schema", "_table"
 
 
 def envelope_fields() -> pa.Schema:
-    """The columns of the DataFrame, whatever the tables look like."""
+    """Return the columns of the DataFrame, which are the same for all tables."""
     always = [pa.field(field.name, field.type) for field in change.REQUIRED]
     always.insert(2, pa.field(change.COMMIT, pa.int64()))
     return pa.schema(
@@ -95,7 +102,7 @@ def envelope_fields() -> pa.Schema:
 
 
 def envelope_rows(batch: ChangeBatch, commits: Int64Array) -> dict[str, pa.Array]:
-    """The rows of a batch, by column; columns that are left out are null throughout."""
+    """Return the rows of a batch, by column. Columns that are left out are null throughout."""
     data, rows, table = batch.data, len(batch), batch.schema.table
     plain = {*(field.name for field in change.REQUIRED), change.UNCHANGED, change.UNFIT}
     structs = {change.BEFORE: batch.schema.names, change.MOVED_FROM: batch.schema.key}
@@ -110,7 +117,7 @@ def envelope_rows(batch: ChangeBatch, commits: Int64Array) -> dict[str, pa.Array
 
 
 def _as_object(structs: pa.StructArray, own: Sequence[str]) -> pa.StructArray:
-    """With the columns' own names: those in the log may bear an underscore more."""
+    """Return the structs with the columns' own names: those in the log may have one underscore more."""
     stored = {change.stored_name(name): name for name in own}
     names = [field.name for field in structs.type]
     columns = [pc.struct_field(structs, name) for name in names]

@@ -1,7 +1,7 @@
-"""Rows as VARIANT values, column by column: no Python object for a row.
+"""Encode rows as VARIANT values, column by column, without a Python object for each row.
 
-A value is laid out as Spark's `VariantUtil` and the Parquet specification say. Here every object has the same fields,
-those of a table, so the dictionary of names is made once; offsets are three bytes wide, which is all that Spark takes.
+A value has the layout of Spark's `VariantUtil` and the Parquet specification. Here every object has the same fields,
+those of a table, so the dictionary of names is made once. Offsets are three bytes wide, which is all that Spark takes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tailrace.errors import ValueUnfit
 
 VARIANT = pa.struct([
     pa.field("value", pa.binary(), nullable=False),
-    # By this mark Spark knows it from any other struct.
+    # By this mark Spark distinguishes it from any other struct.
     pa.field("metadata", pa.binary(), nullable=False, metadata={b"variant": b"true"}),
 ])  # fmt: skip
 VALUE_BYTES_MAX = (1 << 24) - 1
-"""Of one row: Spark takes no more."""
+"""Maximal size of one row. Spark takes no more."""
 _OFFSET_BYTES = 3
 _NULL, _TRUE, _FALSE = b"\x00", b"\x04", b"\x08"
 _BINARY, _STRING = b"\x3c", b"\x40"
@@ -30,57 +30,57 @@ _FIXED = {
     pa.int8(): b"\x0c", pa.int16(): b"\x10", pa.int32(): b"\x14", pa.int64(): b"\x18", pa.float32(): b"\x38",
     pa.float64(): b"\x1c", pa.date32(): b"\x2c", pa.timestamp("us", "UTC"): b"\x30", pa.timestamp("us"): b"\x34",
 }  # fmt: skip
-"""The first byte of a value, by type; what follows is what Arrow stores."""
+"""First byte of a value, by type. Arrow's own bytes follow."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def objects(names: Sequence[str], columns: Sequence[pa.Array], missing: pa.Array | None = None) -> pa.StructArray:
-    """One object for each row, with these fields; null where the row is missing."""
+    """Return one object for each row, with these fields; null where the row is missing."""
     rows = len(columns[0])
-    order = sorted(range(len(names)), key=lambda place: names[place].encode())
-    values = [_encoded(columns[place]) for place in order]
+    order = sorted(range(len(names)), key=lambda i: names[i].encode())
+    values = [_encoded(columns[i]) for i in order]
     lengths = np.zeros((rows, len(values) + 1), np.int64)
-    for place, value in enumerate(values):
-        lengths[:, place + 1] = pc.binary_length(value).to_numpy()
+    for i, value in enumerate(values):
+        lengths[:, i + 1] = pc.binary_length(value).to_numpy()
     offsets = lengths.cumsum(axis=1)
     _refuse_large(offsets)
     whole = pc.binary_join_element_wise(
         pa.scalar(_object_head(len(names)), pa.binary()), _little_endian(offsets), *values, pa.scalar(b"", pa.binary())
     )
-    metadata = pa.repeat(pa.scalar(_dictionary([names[place] for place in order]), pa.binary()), rows)
+    metadata = pa.repeat(pa.scalar(_dictionary([names[i] for i in order]), pa.binary()), rows)
     return pa.StructArray.from_arrays([whole, metadata], fields=list(VARIANT), mask=missing)
 
 
 def _encoded(column: pa.Array) -> pa.Array:
-    """Each value of a column as the bytes of a variant."""
+    """Return each value of a column as the bytes of a variant."""
     kind = column.type
     if pa.types.is_boolean(kind):
-        found = pc.if_else(column, pa.scalar(_TRUE, pa.binary()), pa.scalar(_FALSE, pa.binary()))
+        values = pc.if_else(column, pa.scalar(_TRUE, pa.binary()), pa.scalar(_FALSE, pa.binary()))
     elif kind in _FIXED:
-        found = _fixed(_FIXED[kind], column, kind.bit_width // 8)
+        values = _fixed(_FIXED[kind], column, kind.bit_width // 8)
     elif pa.types.is_decimal128(kind):
-        found = _fixed(_DECIMAL + bytes([kind.scale]), column, kind.bit_width // 8)
+        values = _fixed(_DECIMAL + bytes([kind.scale]), column, kind.bit_width // 8)
     elif pa.types.is_binary(kind):
-        found = _sized(_BINARY, column)
+        values = _sized(_BINARY, column)
     elif pa.types.is_list(kind):
-        found = pa.array(map(_array, _lists(column)), pa.binary())
+        values = pa.array(map(_array, _lists(column)), pa.binary())
     else:
-        found = _sized(_STRING, column.cast(pa.string()).cast(pa.binary()))
-    return pc.fill_null(found, pa.scalar(_NULL, pa.binary())) if found.null_count else found
+        values = _sized(_STRING, column.cast(pa.string()).cast(pa.binary()))
+    return pc.fill_null(values, pa.scalar(_NULL, pa.binary())) if values.null_count else values
 
 
 def _fixed(head: bytes, column: pa.Array, width: int) -> pa.Array:
     rows = len(column)
-    found = np.empty((rows, len(head) + width), np.uint8)
-    found[:, : len(head)] = np.frombuffer(head, np.uint8)
+    encoded = np.empty((rows, len(head) + width), np.uint8)
+    encoded[:, : len(head)] = np.frombuffer(head, np.uint8)
     stored = np.frombuffer(column.buffers()[1], np.uint8)[column.offset * width : (column.offset + rows) * width]
-    found[:, len(head) :] = stored.reshape(rows, width)
-    return _only_valid(_as_binary(found), column)
+    encoded[:, len(head) :] = stored.reshape(rows, width)
+    return _only_valid(_as_binary(encoded), column)
 
 
 def _sized(head: bytes, column: pa.Array) -> pa.Array:
-    """With their length before them, as those have it that differ in length."""
+    """Return values with their length in front, as types of variable length need it."""
     lengths = pc.binary_length(column).fill_null(0).to_numpy().astype("<u4")
     sizes = _as_binary(lengths.view(np.uint8).reshape(len(column), 4))
     return pc.binary_join_element_wise(pa.scalar(head, pa.binary()), sizes, column, pa.scalar(b"", pa.binary()))
@@ -88,12 +88,15 @@ def _sized(head: bytes, column: pa.Array) -> pa.Array:
 
 def _lists(column: pa.Array) -> list[list[bytes] | None]:
     encoded = pa.ListArray.from_arrays(_offsets(column), _encoded(column.flatten()), mask=column.is_null())
-    found: list[list[bytes] | None] = encoded.to_pylist()
-    return found
+    values: list[list[bytes] | None] = encoded.to_pylist()
+    return values
 
 
 def _offsets(column: pa.Array) -> pa.Array:
-    """Into the flattened values: those of null lists, and of rows that are not in a slice, are not among them."""
+    """Return offsets into the flattened values.
+
+    The flattened values leave out null lists, and rows that are not in a slice.
+    """
     lengths = pc.list_value_length(column).fill_null(0).to_numpy()
     return pa.array(np.concatenate([[0], lengths.cumsum()]), pa.int32())
 
@@ -116,7 +119,7 @@ def _object_head(fields: int) -> bytes:
 
 
 def _dictionary(names: Sequence[str]) -> bytes:
-    """The names that fields refer to by number, in order."""
+    """Return the encoded names, in the order of the numbers by which fields refer to them."""
     texts = [name.encode() for name in names]
     offsets = np.array([0, *map(len, texts)], np.int64).cumsum()
     sorted_version_1 = 0x11 | ((_OFFSET_BYTES - 1) << 6)
@@ -129,7 +132,7 @@ def _refuse_large(offsets: npt.NDArray[np.int64]) -> None:
         raise ValueUnfit(
             "a row is too large for VARIANT",
             bytes_max=VALUE_BYTES_MAX,
-            hint="Read its table by itself, with typed columns: `table` instead of `tables`.",
+            hint="Read its table alone, with typed columns: give `table` instead of `tables`.",
         )
 
 
@@ -143,11 +146,11 @@ def _three_bytes(offsets: npt.NDArray[np.int64]) -> Bytes:
 
 
 def _as_binary(rows: Bytes) -> pa.Array:
-    """Rows of bytes, all of one length, as Arrow's binary."""
+    """Return rows of bytes, all of one length, as Arrow's binary."""
     count, width = rows.shape
     offsets = np.arange(count + 1, dtype=np.int32) * width
     return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(rows)])
 
 
-def _only_valid(found: pa.Array, column: pa.Array) -> pa.Array:
-    return pc.if_else(column.is_valid(), found, pa.scalar(None, pa.binary())) if column.null_count else found
+def _only_valid(values: pa.Array, column: pa.Array) -> pa.Array:
+    return pc.if_else(column.is_valid(), values, pa.scalar(None, pa.binary())) if column.null_count else values

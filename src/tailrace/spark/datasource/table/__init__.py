@@ -1,1 +1,1 @@
-"""Reading a table of the source with Spark, at one position."""
+"""Reads a table of the source with Spark, at one position."""

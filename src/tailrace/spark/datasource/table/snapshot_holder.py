@@ -1,9 +1,9 @@
-"""A process that holds a snapshot open for tasks in other processes, and lets go of it when nobody reads in it.
+"""Hold a snapshot open for tasks in other processes, until no task reads in it.
 
-Whoever plans a read ends before its tasks do, so the session that has exported the snapshot lives in a process of its
-own. That one ends when no task has read for a while, when its time is up, or when the process of Spark's that planned
-is gone; with it the server lets go of the snapshot. How to connect it is told through its input, never by its command
-line or environment, which others can see.
+The process that plans a read ends before its tasks do. So the session that exported the snapshot is in a process of its
+own. That process ends when no task has read for a while, when its time is up, or when the Spark process that planned is
+gone. The server then releases the snapshot. The process gets its connection settings through its standard input, never
+by its command line or environment, which others can see.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tailrace.errors import SnapshotGone, TailraceError, error_class
 
 START_SECONDS_MAX = 60.0
 FIRST_SECONDS_MAX = 600.0
-"""Until the first task reads; a query that is only explained has none."""
+"""Wait for the first task. A query that is only explained has none."""
 SEEN_SECONDS_MAX = 2.0
 _LOOK_FIRST_SECONDS, _LOOK_SECONDS = 0.1, 1.0
 _IN_USE = " in use"
 _NAME_SESSION = "select set_config('application_name', %s, false)"
-# Asked twice in a transaction the server would say the same again.
+# Without this, the server repeats its first answer for the rest of a transaction.
 _LOOK_AGAIN = "select pg_stat_clear_snapshot()"
 _READERS = "select count(*) from pg_stat_activity where application_name = %s"
 _SEEN = "select bool_or(application_name = %s) from pg_stat_activity where application_name = any(%s)"
@@ -40,15 +40,15 @@ _SEEN = "select bool_or(application_name = %s) from pg_stat_activity where appli
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotHandle:
-    """A snapshot that tasks can import while its holder lives."""
+    """A snapshot that tasks can import while its holder runs."""
 
     name: str
     id: str
-    """What sessions that read in it are named by, for the holder to see them."""
+    """Number in the names of sessions that read in it. The holder finds them by it."""
     pid: int
 
     def release(self) -> None:
-        """Let go of it now."""
+        """Release the snapshot now."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, 15)
 
@@ -56,44 +56,44 @@ class SnapshotHandle:
 def hold_snapshot(url: str, *, seconds_max: float, idle_seconds: float) -> SnapshotHandle:
     """Start a holder, and wait until it has a snapshot. It outlives this process, but not its parent."""
     number = uuid.uuid4().hex[:12]
-    asked = {"url": url, "seconds_max": seconds_max, "idle_seconds": idle_seconds, "watched": os.getppid()}
+    request = {"url": url, "seconds_max": seconds_max, "idle_seconds": idle_seconds, "watched": os.getppid()}
     process = subprocess.Popen(
         [sys.executable, "-m", "tailrace.spark.datasource.table.snapshot_holder", number],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        # Files that Spark has added are on the path of this process only.
+        # Files that Spark has added are only on this process's path.
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         start_new_session=True,
     )
-    # It is waited for, however long this process lives, so that it does not stay as a zombie.
+    # Waiting for it, for as long as this process runs, keeps it from becoming a zombie.
     threading.Thread(target=process.wait, daemon=True).start()
-    assert process.stdin is not None, "asked for"
-    assert process.stdout is not None, "asked for"
+    assert process.stdin is not None, "a pipe"
+    assert process.stdout is not None, "a pipe"
     with suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(asked).encode() + b"\n")
+        process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.close()
     with process.stdout:
-        answer = _line(process.stdout.fileno(), time.monotonic() + START_SECONDS_MAX)
+        answer = _read_line(process.stdout.fileno(), time.monotonic() + START_SECONDS_MAX)
     if not answer:
         process.kill()
         raise SnapshotGone(
             "the process that holds the snapshot did not start",
-            hint="What it said stands in the log of Spark's driver.",
+            hint="Look for its output in the log of Spark's driver.",
         )
-    told: dict[str, Any] = json.loads(answer)
-    if "code" in told:
-        raise error_class(told["code"])(told["message"], hint=told["hint"], **told["fields"])
-    return SnapshotHandle(name=told["snapshot"], id=number, pid=process.pid)
+    reply: dict[str, Any] = json.loads(answer)
+    if "code" in reply:
+        raise error_class(reply["code"])(reply["message"], hint=reply["hint"], **reply["fields"])
+    return SnapshotHandle(name=reply["snapshot"], id=number, pid=process.pid)
 
 
 def begin_reading(connection: psycopg.Connection, number: str) -> None:
-    """Name a session as one that reads in the snapshot of this number."""
-    connection.execute(_NAME_SESSION, (_tag("read", number),), prepare=False)
+    """Name a session as one that reads in the snapshot with this number."""
+    connection.execute(_NAME_SESSION, (_session_name("read", number),), prepare=False)
 
 
 def end_reading(connection: psycopg.Connection, number: str) -> None:
-    """Let the holder see that there was a reader, before a read that took no time is over."""
-    free, used = _tag("hold", number), _tag("hold", number) + _IN_USE
+    """Wait until the holder has seen this reader, before a very short read is over."""
+    free, used = _session_name("hold", number), _session_name("hold", number) + _IN_USE
     deadline = time.monotonic() + SEEN_SECONDS_MAX
     while time.monotonic() < deadline:
         connection.execute(_LOOK_AGAIN, prepare=False)
@@ -103,31 +103,31 @@ def end_reading(connection: psycopg.Connection, number: str) -> None:
         time.sleep(_LOOK_FIRST_SECONDS / 5)
 
 
-def _tag(what: str, number: str) -> str:
-    """What sessions are called at the server; the same number stands in the holder's command line."""
+def _session_name(what: str, number: str) -> str:
+    """Return the name of a session at the server. The holder's command line has the same number."""
     return f"tailrace {what} {number}"
 
 
-def _line(file: int, deadline: float) -> bytes:
-    """One line; what came of it if there is no more, or not in time."""
-    found = b""
-    while not found.endswith(b"\n"):
+def _read_line(file: int, deadline: float) -> bytes:
+    """Return one line; nothing if the input ends before, or it is not there in time."""
+    line = b""
+    while not line.endswith(b"\n"):
         ready, _, _ = select.select([file], [], [], max(0.0, deadline - time.monotonic()))
         more = os.read(file, 65536) if ready else b""
         if not more:
             return b""
-        found += more
-    return found
+        line += more
+    return line
 
 
 def main() -> int:
-    """Export a snapshot, say its name, hold it for as long as it is needed."""
-    number, asked = sys.argv[1], json.loads(sys.stdin.buffer.readline())
+    """Export a snapshot, send its name, and hold it for as long as it is needed."""
+    number, request = sys.argv[1], json.loads(sys.stdin.buffer.readline())
     try:
-        with connect(asked["url"]) as connection:
-            name = _export(connection, _tag("hold", number))
+        with connect(request["url"]) as connection:
+            name = _export(connection, _session_name("hold", number))
             _reply({"snapshot": name})
-            _hold(connection, _WatchedProcess(asked["watched"]), number, asked)
+            _hold(connection, _WatchedProcess(request["watched"]), number, request)
     except TailraceError as error:
         fields = {name: str(value) for name, value in error.fields.items()}
         _reply({"code": error.code, "message": error.message, "hint": error.hint, "fields": fields})
@@ -135,9 +135,9 @@ def main() -> int:
     return 0
 
 
-def _reply(what: dict[str, Any]) -> None:
-    with suppress(OSError):  # whoever asked may be gone
-        os.write(1, json.dumps(what).encode() + b"\n")
+def _reply(reply: dict[str, Any]) -> None:
+    with suppress(OSError):  # the process that waits for it may be gone
+        os.write(1, json.dumps(reply).encode() + b"\n")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -152,24 +152,24 @@ def _export(connection: psycopg.Connection, tag: str) -> str:
     return str(row[0])
 
 
-def _hold(connection: psycopg.Connection, watched: _WatchedProcess, number: str, asked: dict[str, Any]) -> None:
-    began = last = time.monotonic()
+def _hold(connection: psycopg.Connection, watched: _WatchedProcess, number: str, request: dict[str, Any]) -> None:
+    started = last = time.monotonic()
     seen = False
     while not watched.has_ended(_LOOK_SECONDS if seen else _LOOK_FIRST_SECONDS):
         now = time.monotonic()
-        if now > began + asked["seconds_max"]:
+        if now > started + request["seconds_max"]:
             return
         try:
             connection.execute(_LOOK_AGAIN)
-            row = connection.execute(_READERS, (_tag("read", number),)).fetchone()
-            found = row is not None and row[0] > 0
-            if found and not seen:
-                connection.execute(_NAME_SESSION, (_tag("hold", number) + _IN_USE,))
+            row = connection.execute(_READERS, (_session_name("read", number),)).fetchone()
+            has_readers = row is not None and row[0] > 0
+            if has_readers and not seen:
+                connection.execute(_NAME_SESSION, (_session_name("hold", number) + _IN_USE,))
         except psycopg.Error:
             return  # the session is gone, and the snapshot with it
-        if found:
+        if has_readers:
             seen, last = True, now
-        elif now > last + (asked["idle_seconds"] if seen else FIRST_SECONDS_MAX):
+        elif now > last + (request["idle_seconds"] if seen else FIRST_SECONDS_MAX):
             return
 
 
@@ -184,7 +184,7 @@ class _WatchedProcess:
                 self._handle = os.pidfd_open(pid)
 
     def has_ended(self, wait_seconds: float) -> bool:
-        """Whether it has ended; waits so long for that."""
+        """Return whether it has ended, after waiting this long for it."""
         if self._handle is not None:
             return bool(select.select([self._handle], [], [], wait_seconds)[0])
         time.sleep(wait_seconds)
@@ -193,7 +193,7 @@ class _WatchedProcess:
         except ProcessLookupError:
             return True
         except PermissionError:
-            pass  # it is there, and another's
+            pass  # it is there, and another user's
         return False
 
 

@@ -1,4 +1,4 @@
-"""What a read of `format("cdc")` is told: the options as they are written, and what one task is to do."""
+"""Parse the options of a read of a database table, and describe what one task reads."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tailrace.spark.datasource.option_values import (
 SNAPSHOT_SECONDS = 3600.0
 IDLE_SECONDS = 60.0
 PARTITIONS_MAX = 10_000
-RECREATE_HINT = "Make the DataFrame anew, with `spark.read`, and use it at once"
+RECREATE_HINT = "Create the DataFrame again, with `spark.read`, and use it at once"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """What a read is of, and what it may take of the source."""
+    """The table to read, and what the read may take of the source."""
 
     url: str = field(repr=False)
     table: TableId
@@ -40,37 +40,37 @@ class ReadOptions:
     idle_seconds: float
 
     @classmethod
-    def parse(cls, given: Mapping[str, str]) -> ReadOptions:
-        """The options as they are written, each refused that cannot be meant."""
-        found = canonical_options(given, TABLE_OPTIONS)
-        if not found.get("url", "").strip():
+    def parse(cls, options: Mapping[str, str]) -> ReadOptions:
+        """Parse the options; refuse each that is invalid."""
+        values = canonical_options(options, TABLE_OPTIONS)
+        if not values.get("url", "").strip():
             raise ConfigError(
                 "neither the option `url` nor the option `log` is given",
-                hint="A table of a database as it is has `url` and `table`; a change log, as a stream or as a range, "
-                "has `log`, and `table` or `tables`. A stream that captures for itself has `url` and `log`.",
+                hint="For a database table give `url` and `table`. For a change log, as a stream or as a range, give "
+                "`log`, and `table` or `tables`; for a stream that captures for itself, `url` as well.",
             )
-        if not found.get("table", "").strip():
-            raise option_error("table", "is missing", '.option("table", …)')
+        if not values.get("table", "").strip():
+            raise option_error("table", "is missing", 'Name the table: .option("table", …)')
         return cls(
-            url=parse_source_url(found["url"]),
-            table=parse_table_name("table", found["table"]),
-            columns=parse_column_names("columns", found["columns"]) if "columns" in found else None,
-            where=found.get("where"),
-            chunk_bytes=parse_size("chunkBytes", found.get("chunkBytes", str(CHUNK_BYTES))),
-            partitions_max=parse_count("maxPartitions", found.get("maxPartitions", str(PARTITIONS_MAX))),
-            snapshot_seconds=parse_seconds("snapshotSeconds", found.get("snapshotSeconds", str(SNAPSHOT_SECONDS))),
-            idle_seconds=parse_seconds("idleSeconds", found.get("idleSeconds", str(IDLE_SECONDS))),
+            url=parse_source_url(values["url"]),
+            table=parse_table_name("table", values["table"]),
+            columns=parse_column_names("columns", values["columns"]) if "columns" in values else None,
+            where=values.get("where"),
+            chunk_bytes=parse_size("chunkBytes", values.get("chunkBytes", str(CHUNK_BYTES))),
+            partitions_max=parse_count("maxPartitions", values.get("maxPartitions", str(PARTITIONS_MAX))),
+            snapshot_seconds=parse_seconds("snapshotSeconds", values.get("snapshotSeconds", str(SNAPSHOT_SECONDS))),
+            idle_seconds=parse_seconds("idleSeconds", values.get("idleSeconds", str(IDLE_SECONDS))),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableReadPart:
-    """Chunks that one task reads, and all that it must know for that but how to connect."""
+    """Chunks that one task reads, and all that it needs for that except the connection."""
 
     schema: TableSchema
     chunks: tuple[Chunk, ...]
     condition: str | None = field(repr=False)
     snapshot: str
     snapshot_id: str
-    """Of the snapshot's holder."""
+    """Number of the snapshot's holder."""
     seconds_max: float

@@ -1,4 +1,4 @@
-"""What a task of `format("cdc")` does: read its chunks in the snapshot that all tasks of the read share."""
+"""Read chunks of a table in a Spark task, in the read's one snapshot."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _DATA_ERRORS = "22"
 
 
 def read_part(url: str, part: TableReadPart) -> Iterator[pa.RecordBatch]:
-    """The rows of the part as the snapshot has them."""
+    """Yield the rows of the part as the snapshot has them."""
     deadline = time.monotonic() + part.seconds_max
     try:
         with _AnnouncedReader(url, part) as reader:
             for chunk in part.chunks:
-                if chunk.leaf.file:  # what has no file of its own cannot have got another
+                if chunk.leaf.file:  # what has no file of its own cannot have been rewritten
                     reader.lock_chunk(part.schema, chunk)
                 yield from reader.rows(part.schema, chunk, part.condition)
             reader.end()
@@ -44,24 +44,24 @@ def read_part(url: str, part: TableReadPart) -> Iterator[pa.RecordBatch]:
     except SourceError as error:
         state = str(error.fields.get("sqlstate", ""))
         if state.startswith(_DATA_ERRORS) and part.condition is not None:
-            # The server's words may hold a value of the row.
+            # The server's message may contain a value of the row.
             raise SourceError(
-                "a condition failed on a row",
+                "the condition `where` failed on a row",
                 table=part.schema.table,
                 sqlstate=state,
                 hint="Write `where` so that it can be evaluated for every row, for example with CASE.",
             ) from None
         if time.monotonic() > deadline:
             raise SourceError(
-                "the read took too long and was given up",
+                "the read took too long and was stopped, because it holds back the server's clean-up",
                 table=part.schema.table,
-                hint="It holds back the server's clean-up. Raise `snapshotSeconds`, or read with more executors.",
+                hint="Raise `snapshotSeconds`, or read with more executors.",
             ) from None
         raise
 
 
 class _AnnouncedReader(SnapshotReader):
-    """A reader that whoever holds the snapshot knows of."""
+    """A reader that the holder of the snapshot knows of."""
 
     def __init__(self, url: str, part: TableReadPart) -> None:
         super().__init__(url, part.snapshot, None, seconds_max=part.seconds_max)
@@ -77,6 +77,6 @@ class _AnnouncedReader(SnapshotReader):
         return self
 
     def end(self) -> None:
-        """All rows are there."""
-        with suppress(psycopg.Error):  # then the session is gone, and nothing hangs on it any more
+        """Announce that all rows were read."""
+        with suppress(psycopg.Error):  # the session is gone, and nothing depends on it any more
             end_reading(self._connection, self._number)

@@ -1,8 +1,8 @@
 """`spark.read.format("cdc")` of a database: a table as a DataFrame, read in parallel and as of one moment.
 
-The table is cut into chunks, and every task reads its own in one exported snapshot, which a process beside Spark holds
-(`holder.py`). So the rows are those of one moment, however long the read takes and whatever is written meanwhile.
-Types are those of a load. Nothing is written to the source, and a read needs no right but SELECT.
+The table is cut into chunks. Every task reads its own in one exported snapshot, which a separate process holds
+(`snapshot_holder.py`). So the rows are those of one moment, however long the read takes. Types are those of a load.
+Nothing is written to the source, and a read needs no right but SELECT.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from tailrace.spark.datasource.table.table_options import RECREATE_HINT, ReadOpt
 from tailrace.spark.session.arrow_types import arrow_schema, spark_schema
 
 PLANS_MAX = 5
-"""Of one read, where the table is rewritten again and again while it is planned."""
+"""Maximal number of plans for one read, while the table is rewritten again and again."""
 
 
 def snapshot_schema(options: ReadOptions) -> StructType:
-    """The columns of a read."""
+    """Return the columns of a read."""
     with _read_errors(options), connect(options.url) as connection:
         return _spark_schema(_check_table(connection, options))
 
 
 class TableBatchReader(DataSourceReader):
-    """Plain data only: Spark pickles it before it has planned, and runs its methods in other processes.
+    """A read of a table, planned and read in parallel.
 
-    It takes no filters: Spark 4.3 plans once for a DataFrame, and would read the next query of it, whatever that asks
-    for, with the filters of the one before.
+    It holds plain data only: Spark pickles it before it has planned, and runs its methods in other processes.
+
+    It takes no filters. Spark 4.3 plans once for a DataFrame. It would run the DataFrame's next query with the filters
+    of the query before.
     """
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
@@ -57,42 +59,42 @@ class TableBatchReader(DataSourceReader):
                     schema = _check_table(connection, options)
                     _refuse_other(schema, self._schema)
                     leaves, chunks = _plan(connection, schema, options)
-                    # A rewrite in between is noticed: a snapshot does not keep what a TRUNCATE has removed.
-                    held = hold_snapshot(
+                    # Look for a rewrite in between: a snapshot does not keep what a TRUNCATE has removed.
+                    snapshot = hold_snapshot(
                         options.url, seconds_max=options.snapshot_seconds, idle_seconds=options.idle_seconds
                     )
                     try:
                         if _files(_leaves(connection, schema)) == _files(leaves):
-                            return self._parts(schema, chunks, held)
+                            return self._parts(schema, chunks, snapshot)
                     except TailraceError:
-                        held.release()
+                        snapshot.release()
                         raise
-                    held.release()
+                    snapshot.release()
             raise SourceRewritten(
                 "the table is rewritten again and again while a read of it is planned",
                 table=options.table,
-                hint="Read it when nobody truncates, rewrites or alters it.",
+                hint="Read the table when nobody truncates, rewrites or alters it.",
             )
 
-    def _parts(self, schema: TableSchema, chunks: Sequence[Chunk], held: SnapshotHandle) -> list[InputPartition]:
+    def _parts(self, schema: TableSchema, chunks: Sequence[Chunk], snapshot: SnapshotHandle) -> list[InputPartition]:
         options = self._options
         count = -(-sum(chunk.bytes for chunk in chunks) // options.chunk_bytes)
         return [
             InputPartition(
                 TableReadPart(
                     schema=schema,
-                    chunks=some,
+                    chunks=part,
                     condition=options.where,
-                    snapshot=held.name,
-                    snapshot_id=held.id,
+                    snapshot=snapshot.name,
+                    snapshot_id=snapshot.id,
                     seconds_max=options.snapshot_seconds,
                 )
             )
-            for some in _split_chunks(chunks, min(max(count, 1), options.partitions_max))
+            for part in _split_chunks(chunks, min(max(count, 1), options.partitions_max))
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        # Compiled code: loaded only where rows are read.
+        # Compiled code, imported only where rows are read.
         from tailrace.spark.datasource.table.table_part import read_part
 
         fields = arrow_schema(self._schema)
@@ -101,18 +103,18 @@ class TableBatchReader(DataSourceReader):
                 yield batch.cast(fields)
 
 
-# What the source has.
+# The table at the source.
 
 
 def _check_table(connection: psycopg.Connection, options: ReadOptions) -> TableSchema:
-    """The shape of what is to be read, after asking whether it can be."""
+    """Return the schema to read, after checking that it can be read."""
     try:
         schema = Catalogue(connection).describe(options.table, None)
     except SourceTableMissing:
         raise SourceTableMissing(
             "the table is not there",
             table=options.table,
-            hint='Names are taken as they are, case included. One with a dot in it is quoted: "a.b"."c".',
+            hint='Write names as they are, case included. Quote one with a dot in it: "a.b"."c".',
         ) from None
     if not schema.columns:
         raise Unsupported(
@@ -123,13 +125,16 @@ def _check_table(connection: psycopg.Connection, options: ReadOptions) -> TableS
         for name in options.columns:
             if name not in known:
                 raise ConfigError(
-                    "the table has no such column", table=options.table, column=name, hint=f"It has {', '.join(known)}."
+                    "the table has no such column",
+                    table=options.table,
+                    column=name,
+                    hint=f"Name one of {', '.join(known)}.",
                 )
         schema = replace(schema, columns=tuple(known[name] for name in options.columns), facts=None)
     names = sql.SQL(", ").join(map(sql.Identifier, schema.names))
     table = sql.Identifier(options.table.schema, options.table.name)
     try:
-        # Rights are looked at when a query begins.
+        # The server checks rights when a query begins.
         connection.execute(sql.SQL("select {} from {} limit 0").format(names, table), prepare=False)
     except psycopg.Error as error:
         raise map_error(error, options.url) from error
@@ -138,7 +143,7 @@ def _check_table(connection: psycopg.Connection, options: ReadOptions) -> TableS
     return schema
 
 
-# Of a partitioned table the partitions that a load leaves out, because no log has their changes.
+# Partitions of a partitioned table that a load leaves out, because no log has their changes.
 _UNLOGGED = """
 select l.oid::int8, n.nspname::text, l.relname::text, coalesce(pg_relation_filenode(l.oid), 0)::int8,
        coalesce(pg_relation_size(l.oid), 0) / current_setting('block_size')::int8, coalesce(pg_table_size(l.oid), 0)
@@ -150,15 +155,15 @@ order by l.oid
 
 
 def _leaves(connection: psycopg.Connection, schema: TableSchema) -> tuple[Leaf, ...]:
-    """Where the rows lie now."""
+    """Return where the rows are now."""
     try:
-        found = find_leaves(connection, schema)
-        if [leaf.oid for leaf in found] == [schema.relation]:
-            return found
+        leaves = find_leaves(connection, schema)
+        if [leaf.oid for leaf in leaves] == [schema.relation]:
+            return leaves
         rows = connection.execute(_UNLOGGED, (schema.relation,), prepare=False).fetchall()
     except psycopg.Error as error:
         raise map_error(error) from error
-    return found + tuple(
+    return leaves + tuple(
         Leaf(oid=oid, schema=namespace, name=name, file=file, pages=pages, bytes=size)
         for oid, namespace, name, file, pages, size in rows
     )
@@ -171,7 +176,7 @@ def _files(leaves: Iterable[Leaf]) -> set[tuple[int, int]]:
 def _plan(
     connection: psycopg.Connection, schema: TableSchema, options: ReadOptions
 ) -> tuple[tuple[Leaf, ...], list[Chunk]]:
-    """Where the rows lie, and the chunks that hold them all."""
+    """Return where the rows are, and the chunks that hold them all."""
     leaves = _leaves(connection, schema)
     plan = plan_table(connection, options.table, None, ChunkKind.PLACE, options.chunk_bytes)
     chunks = list(plan.chunks)
@@ -180,7 +185,7 @@ def _plan(
         if leaf.oid not in planned:
             chunks.append(Chunk(number=len(chunks), leaf=leaf, bytes=leaf.bytes))
     if _is_stored_view(connection, schema):
-        # It cannot be locked, so it is read by one query.
+        # A materialised view cannot be locked, so one query reads it.
         chunks = [Chunk(number=0, leaf=replace(leaves[0], file=0), bytes=leaves[0].bytes)]
     return leaves, chunks
 
@@ -193,37 +198,41 @@ def _is_stored_view(connection: psycopg.Connection, schema: TableSchema) -> bool
 
 
 def _split_chunks(chunks: Sequence[Chunk], count: int) -> list[tuple[Chunk, ...]]:
-    """The chunks in so many parts of about the same size, or fewer."""
+    """Divide the chunks into this many parts of about the same size, or fewer."""
     total = max(sum(chunk.bytes for chunk in chunks), 1)
     parts: dict[int, list[Chunk]] = {}
-    before = 0
+    offset = 0
     for chunk in chunks:
-        parts.setdefault(min(before * count // total, count - 1), []).append(chunk)
-        before += chunk.bytes
-    return [tuple(some) for some in parts.values()]
+        parts.setdefault(min(offset * count // total, count - 1), []).append(chunk)
+        offset += chunk.bytes
+    return [tuple(part) for part in parts.values()]
 
 
-# What Spark makes of it.
+# The table in Spark.
 
 
 def _spark_schema(schema: TableSchema) -> StructType:
     return spark_schema(pa.schema(schema.row_fields()))
 
 
-def _refuse_other(schema: TableSchema, wanted: StructType) -> None:
-    """Refuse to read into another shape than the table has."""
-    mine = [(field.name, field.dataType) for field in _spark_schema(schema)]
-    if mine != [(field.name, field.dataType) for field in wanted]:
+def _refuse_other(schema: TableSchema, requested: StructType) -> None:
+    """Refuse to read into another schema than the table has."""
+    own = [(field.name, field.dataType) for field in _spark_schema(schema)]
+    if own != [(field.name, field.dataType) for field in requested]:
         raise ConfigError(
             "the table has other columns or types than the DataFrame",
             table=schema.table,
-            hint=f"Leave out `.schema(…)`, or {RECREATE_HINT[0].lower()}{RECREATE_HINT[1:]}: was the table altered?",
+            hint=f"Leave out `.schema(…)`, or {RECREATE_HINT[0].lower()}{RECREATE_HINT[1:]}: the table may have been "
+            "altered.",
         )
 
 
 @contextmanager
 def _read_errors(options: ReadOptions) -> Iterator[None]:
-    """Errors in the words of this read; Spark prints no more of an exception than its text and where it arose."""
+    """Raise errors with the hints of this read.
+
+    Spark prints no more of an exception than its text and where it was raised.
+    """
     try:
         yield
     except TailraceError as error:
