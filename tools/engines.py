@@ -55,15 +55,15 @@ ICEBERG_TESTS = (
     "tests/unit/tasks/test_fold_files.py", "tests/unit/tasks/test_fold_files_by_mode.py",
     "tests/crash/test_kill_the_connector.py",
 )  # fmt: skip
-FORMS, DELTA = "tests/contract/test_table_forms.py::", "tests/integration/test_delta_table.py::"
+SPECS, DELTA = "tests/contract/test_table_specs.py::", "tests/integration/test_delta_table.py::"
 CORE = (
-    f"{FORMS}test_a_mirror_says_of_each_row_which_change_it_comes_from",
-    f"{FORMS}test_what_is_deleted_stays_marked_with_its_last_values",
-    f"{FORMS}test_every_change_is_a_row",
-    f"{FORMS}test_changes_of_a_table_without_a_key_are_rows_too",
-    f"{FORMS}test_a_row_has_a_version_for_each_transaction_that_changed_it",
-    f"{FORMS}test_a_truncate_marks_every_row",
-    f"{FORMS}test_a_value_that_does_not_fit_is_refused_in_every_change",
+    f"{SPECS}test_a_mirror_names_the_change_of_each_row",
+    f"{SPECS}test_a_deleted_row_stays_marked_with_its_last_values",
+    f"{SPECS}test_every_change_is_a_row",
+    f"{SPECS}test_changes_of_a_keyless_table_are_rows_too",
+    f"{SPECS}test_a_row_has_a_version_for_each_transaction_that_changed_it",
+    f"{SPECS}test_a_truncate_marks_every_row",
+    f"{SPECS}test_a_value_that_does_not_fit_is_refused_in_every_change",
     f"{DELTA}test_every_commit_carries_the_position",
     f"{DELTA}test_a_commit_made_meanwhile_fails_ours",
     f"{DELTA}test_two_appliers_of_one_log_one_wins",
