@@ -215,10 +215,10 @@ def _run(
     kinds = sum(1 for count in workload.counts.values() if count)
     console.print(f"workload: {workload.operations:,} transactions of {kinds} kinds", markup=False)
     first = director.first_change_seconds
-    said = f"first change applied after {first:.0f} s" if first is not None else "no change was applied"
+    first_change = f"first change applied after {first:.0f} s" if first is not None else "no change was applied"
     if (settings.file.parent / "accidents.txt").exists():
         console.print("capture was killed once, with a window read and not yet durable; it started again")
-    console.print(f"{said}; largest lag while live {director.lag_seconds_max:.1f} s", markup=False)
+    console.print(f"{first_change}; largest lag while live {director.lag_seconds_max:.1f} s", markup=False)
 
 
 def _verdict(verdicts: list[TableVerdict], folder: Path) -> int:
@@ -229,8 +229,8 @@ def _verdict(verdicts: list[TableVerdict], folder: Path) -> int:
     view.add_column("verdict", no_wrap=True)
     for found in verdicts:
         numbers = (found.source_rows, found.lake_rows, found.missing, found.extra, found.differing)
-        said = "[green]equal[/green]" if found.equal else "[red]DIFFERENT[/red]"
-        view.add_row(f"{found.schema}.{found.table}", *(f"{n:,}" for n in numbers), said)
+        outcome = "[green]equal[/green]" if found.equal else "[red]DIFFERENT[/red]"
+        view.add_row(f"{found.schema}.{found.table}", *(f"{n:,}" for n in numbers), outcome)
     out = Console(highlight=False)
     out.print(view)
     if not all(found.equal for found in verdicts):

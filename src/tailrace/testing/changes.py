@@ -67,7 +67,7 @@ def table(
 
 
 def altered(
-    shape: TableSchema,
+    schema: TableSchema,
     *,
     add: Mapping[str, pa.DataType] | None = None,
     drop: Sequence[str] = (),
@@ -76,15 +76,15 @@ def altered(
 ) -> TableSchema:
     """Return the next version of a table's schema, as ALTER TABLE makes it."""
     renamed, retyped = dict(rename or {}), dict(retype or {})
-    unknown = {*drop, *renamed, *retyped} - set(shape.names)
-    if unknown or set(drop) & set(shape.key):
+    unknown = {*drop, *renamed, *retyped} - set(schema.names)
+    if unknown or set(drop) & set(schema.key):
         raise ConfigError(
             "a column cannot be changed in this way",
-            table=shape.table,
+            table=schema.table,
             columns=", ".join(sorted(unknown or drop)),
             hint="Name columns that the table has; a key column cannot be dropped.",
         )
-    kept = [column for column in shape.columns if column.name not in drop]
+    kept = [column for column in schema.columns if column.name not in drop]
     columns = [
         replace(
             column,
@@ -95,7 +95,7 @@ def altered(
         for column in kept
     ]
     columns += [Column(name=name, source_type=str(kind), type=kind) for name, kind in (add or {}).items()]
-    return replace(shape, columns=tuple(columns), key=tuple(renamed.get(name, name) for name in shape.key))
+    return replace(schema, columns=tuple(columns), key=tuple(renamed.get(name, name) for name in schema.key))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,33 +139,33 @@ def truncate() -> tuple[Change, ...]:
     return (Change(operation=Operation.TRUNCATE, values={}),)
 
 
-def changes(shape: TableSchema, *given: Sequence[Change]) -> ChangeBatch:
+def changes(schema: TableSchema, *parts: Sequence[Change]) -> ChangeBatch:
     """Return a batch of one table for `MemoryCapture.commit`, which assigns the metadata columns."""
-    require_instance("shape", shape, TableSchema, "Give the result of `table(…)` first: `changes(orders, …)`.")
-    rows = [row for some in given for row in (some if isinstance(some, tuple | list) else (some,))]
+    require_instance("schema", schema, TableSchema, "Give the result of `table(…)` first: `changes(orders, …)`.")
+    rows = [row for part in parts for row in (part if isinstance(part, tuple | list) else (part,))]
     for row in rows:
-        require_instance("given", row, Change, "Give `insert({…})`, `update({…})`, `delete({…})` or another change.")
+        require_instance("change", row, Change, "Give `insert({…})`, `update({…})`, `delete({…})` or another change.")
     if not rows:
         raise ConfigError("a batch needs a change", hint="Use `Quiet` to move the log without changes.")
     for row in rows:
-        unknown = {*row.values, *row.unchanged, *(row.before or ()), *(row.moved_from or ())} - set(shape.names)
+        unknown = {*row.values, *row.unchanged, *(row.before or ()), *(row.moved_from or ())} - set(schema.names)
         if unknown:
-            raise unknown_column_error(shape, [str(name) for name in unknown])
+            raise unknown_column_error(schema, [str(name) for name in unknown])
     try:
-        stored = pa.Table.from_pylist([_stored(shape, row) for row in rows], schema=shape.change_schema())
+        stored = pa.Table.from_pylist([_stored(schema, row) for row in rows], schema=schema.change_schema())
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        raise wrong_type_error(shape) from error
+        raise wrong_type_error(schema) from error
     stored = stored.drop_columns([name for name in change.OPTIONAL if stored.column(name).null_count == len(rows)])
     (data,) = stored.combine_chunks().to_batches()
     return ChangeBatch(
-        schema=shape,
+        schema=schema,
         data=data,
         moves=sum(row.moved_from is not None for row in rows),
         truncates=sum(row.operation is Operation.TRUNCATE for row in rows),
     )
 
 
-def _stored(shape: TableSchema, row: Change) -> dict[str, Any]:
+def _stored(schema: TableSchema, row: Change) -> dict[str, Any]:
     return {
         change.OP: row.operation.value,
         change.SEQ: 0,
@@ -177,7 +177,7 @@ def _stored(shape: TableSchema, row: Change) -> dict[str, Any]:
         change.BEFORE: _named(row.before),
         change.MOVED_FROM: _named(row.moved_from),
         change.UNFIT: None,
-        **{change.stored_name(name): row.values.get(name) for name in shape.names},
+        **{change.stored_name(name): row.values.get(name) for name in schema.names},
     }
 
 

@@ -111,7 +111,10 @@ class Recording:
             "text": self.text.name,
             "error": self.error,
             "messages": [_base64(message) for message in self.messages],
-            "shapes": [{"message": _base64(said), "shape": shape.to_json()} for said, shape in self.schemas.items()],
+            "shapes": [
+                {"message": _base64(announcement), "shape": schema.to_json()}
+                for announcement, schema in self.schemas.items()
+            ],
             "batches": [{"shape": batch.schema.to_json(), "rows": _base64(_rows_of(batch))} for batch in self.batches],
         }
 
