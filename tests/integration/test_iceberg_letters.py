@@ -1,6 +1,6 @@
-"""Changes that an Iceberg table cannot take: set aside by tasks that cannot ask it, and put right by a job.
+"""Rejected changes of an Iceberg table: tasks that cannot ask the table store them, and a job corrects them.
 
-What is the same for every table is asked in `tests/unit/tasks/test_apply_with_dead_letters.py`, which `make engines` runs for
+`tests/unit/tasks/test_apply_with_dead_letters.py` asks what is the same for every table; `make engines` runs it for
 Iceberg too.
 """
 

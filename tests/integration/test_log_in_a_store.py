@@ -31,7 +31,7 @@ from tailrace.errors import LogBusy, LogFenced, LogTrimmed, LogUnreachable, LogU
 from tailrace.pipeline.config.settings import load_settings
 from tailrace.spark.datasource.log.log_options import LogOptions
 from tailrace.spark.datasource.log.log_schema import resolve_frame
-from tailrace.spark.datasource.log.stream import LogStreamReader
+from tailrace.spark.datasource.log.stream_42 import LogStreamReader
 from tailrace.spark.session.arrow_types import spark_schema
 from tailrace.storage import objects
 from tailrace.storage.files import parse_log_path

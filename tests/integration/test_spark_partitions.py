@@ -11,7 +11,6 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
-from tests.unit.tables.test_partition_files import assert_removed_as_added
 
 from tailrace.errors import TableUnusable, ValueUnfit
 from tailrace.model.schema import Column
@@ -26,6 +25,7 @@ from tailrace.tables.spec import TableMode, TableSpec
 from tests.support.changes import COMPOSITE, KEYLESS, SHOP, KeylessModel, delete, insert, move, truncate, update
 from tests.support.engines import only_spark, open_table, session
 from tests.support.forms import Account, Formed, again, ordered, pieces, stored, story, tx
+from tests.unit.tables.test_partition_files import assert_removed_as_added
 
 pytestmark = only_spark
 

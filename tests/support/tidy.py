@@ -29,7 +29,7 @@ BACKENDS = {
     "capture": frozenset({"postgres", "mysql", "mariadb", "sqlserver", "memory"}),
 }
 """Sibling packages that implement one port: their files have the same names on purpose."""
-NOUNS_IN_ING = frozenset({"string", "setting", "mapping", "encoding", "ring", "thing"})
+NOUNS_IN_ING = frozenset({"staging", "string", "setting", "mapping", "encoding", "ring", "thing"})
 QUESTIONS = frozenset({"whether", "what", "of", "where", "which", "who"})
 NO_LETTERS_BEFORE = frozenset({"dead", "capital", "small", "upper", "lower", "upper-case", "lower-case", "ascii"})
 """Before `letters`, these make it mean characters, or the dead letters that the glossary knows."""

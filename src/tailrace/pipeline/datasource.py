@@ -98,7 +98,7 @@ def _stream_reader(options: LogOptions) -> Callable[[LogFrame, StructType, Captu
     Spark 4.1, which Iceberg tables need, lacks only limits on how much to read at once.
     """
     try:
-        from tailrace.spark.datasource.log.stream import LogStreamReader
+        from tailrace.spark.datasource.log.stream_42 import LogStreamReader
     except ModuleNotFoundError as exc:
         if not (exc.name or "").startswith("pyspark."):
             raise

@@ -20,8 +20,8 @@ import tailrace
 from tailrace.errors import ConfigError, LogUnreachable, TailraceError, Unsupported
 from tailrace.pipeline.datasource import CdcSource
 from tailrace.spark.datasource.log.log_part import LogBatchReader
-from tailrace.spark.datasource.log.stream import LogStreamReader
 from tailrace.spark.datasource.log.stream_41 import Spark41StreamReader
+from tailrace.spark.datasource.log.stream_42 import LogStreamReader
 from tailrace.spark.datasource.option_values import without_traceback
 from tailrace.spark.datasource.table.table_read import TableBatchReader
 from tailrace.storage import objects
@@ -155,7 +155,7 @@ def test_an_option_for_streams_is_refused_when_spark_reads(log: str, options: di
 def test_a_spark_without_admission_control_streams_and_only_limits_are_refused(
     log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "tailrace.spark.datasource.log.stream", raising=False)
+    monkeypatch.delitem(sys.modules, "tailrace.spark.datasource.log.stream_42", raising=False)
     monkeypatch.setitem(sys.modules, "pyspark.sql.streaming.datasource", None)  # as with Spark 4.1
     cdc_source = source(log=log, table="public.things")
     assert isinstance(cdc_source.streamReader(cdc_source.schema()), Spark41StreamReader)

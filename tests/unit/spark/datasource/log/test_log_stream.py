@@ -21,8 +21,8 @@ from tailrace.model.position import Lsn
 from tailrace.spark.datasource.log.log_options import LogOptions
 from tailrace.spark.datasource.log.log_schema import resolve_frame
 from tailrace.spark.datasource.log.log_stream import LogStream, Offset
-from tailrace.spark.datasource.log.stream import LogStreamReader
 from tailrace.spark.datasource.log.stream_41 import Spark41StreamReader
+from tailrace.spark.datasource.log.stream_42 import LogStreamReader
 from tailrace.spark.session.arrow_types import spark_schema
 from tailrace.storage.objects import ObjectPath
 from tests.support.changes import SHOP, insert
