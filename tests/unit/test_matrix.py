@@ -93,7 +93,7 @@ def ran_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     monkeypatch.setattr(engines, "_test", lambda engine, tests: ran)
     code = engines.core([])
     said = capsys.readouterr()
-    assert "these were not run:\n  tests/contract/test_table_forms.py::" in said.err
+    assert "these were not run:\n  tests/contract/test_table_specs.py::" in said.err
     return code, said.out
 
 
