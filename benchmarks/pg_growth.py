@@ -1,18 +1,18 @@
 """pg-growth: whether a change costs the same when there are many of them, or many tables.
 
-Four backlogs of inserts of 8 columns, all in transactions of 1,000 rows: 1 M, 4 M and 20 M in one table, and 4 M
-spread over 200 tables, 5 rows of each in every transaction. Each is drained into a new change log as in pg-stream, and
-what counts is the CPU time of the capture process per million changes. The peer is ours in the same round over one
-table: 20 M may cost 1.1 times as much per million as 1 M, and 4 M of 200 tables 1.5 times as much as 4 M of one. The
-ratio is the inverse, so it must reach 0.909 and 0.667.
+There are four backlogs of inserts of 8 columns, all in transactions of 1,000 rows. Three are in one table: 1 M, 4 M and
+20 M. One has 4 M spread over 200 tables, 5 rows of each in every transaction. Each is drained into a new change log as
+in pg-stream. The value is the CPU time of the capture process per million changes. The peer is ours in the same round
+over one table. 20 M may cost 1.1 times as much per million as 1 M, and 4 M of 200 tables 1.5 times as much as 4 M of
+one. The ratio is the inverse, so it must reach 0.909 and 0.667.
 
 For this to be fair:
 - every backlog has slots and a publication of its own, so a run receives exactly its own changes and ends
   with them; the log must hold exactly as many rows;
 - the CPU time is that of all threads of the process from opening the connection to the last confirmed commit.
-  Imports and loading compiled kernels come before, or the small backlog would look dear for them. Sealing is
-  not in it: it can wait, so a short run would have none of it and a long one all. The bench `seal` has it;
-- what a table costs once in its life, describing it and recording its shape durably, is in it, and 4 M changes share
+  Imports and loading compiled kernels happen before, or the small backlog would look expensive because of them. Sealing
+  is not included: it can wait, so a short run would have none of it and a long one all. The bench `seal` has it;
+- the one-time cost of a table, describing it and recording its schema durably, is included, and 4 M changes share
   it: about 2 ms a table. Over a single million, 200 tables cost 1.6 times as much as one because of it;
 - no log is removed before the end: ext4 is slow to make files where others have just been removed, and a log of 200
   tables begins with hundreds of them.

@@ -1,20 +1,20 @@
 """pg-latency: how long after its commit at the source a change can be read from the log.
 
 A load process makes 1,000 transactions a second for 20 s, each of one row, in turn over 20 tables, at a steady
-pace over 4 connections. `tailrace capture` brings them into the log, and a reader in a third process follows the
+pace over 4 connections. `tailrace capture` writes them to the log, and a reader in a third process follows the
 log (`ChangeLog.follow`). A change's latency runs from the moment the server stamped into its commit record
-(`_committed_at`) to the moment the reader holds it as typed columns. There is no peer: the values are held
-against limits, 10 ms for half of the changes (p50) and 60 ms for all but one in a hundred (p99), and the ratio is the
+(`_committed_at`) to the moment the reader holds it as typed columns. There is no peer, but there are two limits:
+10 ms for half of the changes (p50) and 60 ms for all but one in a hundred (p99). The ratio is the
 limit over the measured.
 
 For this to be fair:
 - the server stamps a commit before it makes it durable and before the client hears of it, so waiting for the
-  server's own disk counts too. Both stamps come from the same clock of the same machine, which also runs the
-  load, the server and the reader: all of them share its cores with the capture;
-- `synchronous_commit` is on, as it is unless somebody turns it off: with it off the server sends a commit to
-  anyone only when its own background writer has flushed it, up to 0.6 s later;
-- every change counts, from the first to the last. The load must have kept its pace, or the bench fails; each
-  table has had one row before, because a table's first row also records its shape, once in its life;
+  server's own disk counts too. Both stamps are from the same clock of the same machine. It also runs the
+  load, the server and the reader, and all of them share its cores with the capture;
+- `synchronous_commit` is on, as it is by default. With it off, the server sends a commit to a client only
+  when its own background writer has flushed it, up to 0.6 s later;
+- every change counts, from the first to the last. The load must have kept its pace, or the bench fails. Each
+  table has had one row before, because a table's first row also records its schema, once per table;
 - the reader must have received exactly the rows written.
 """
 

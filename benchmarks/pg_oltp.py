@@ -1,12 +1,12 @@
-"""pg-oltp: how fast a backlog of tiny transactions is brought into the durable change log.
+"""pg-oltp: how fast a backlog of tiny transactions reaches the durable change log.
 
 Ours reads 200,000 transactions of one row each, over 20 tables, into the change log; the peer is
-`pg_recvlogical` to /dev/null. A row costs three messages here (Begin, change, Commit), and anything done
+`pg_recvlogical` to /dev/null. Each row takes three messages here (Begin, change, Commit). Work that is done
 per transaction or per table shows: a reader that is quick on pg-stream can be slow on this one.
 
 For this to be fair the rules of pg-stream hold, and the transactions must really be single: the backlog is
-written with a COMMIT after every row. `synchronous_commit` is off while it is written, which changes how
-long that takes and nothing in what the slots deliver.
+written with a COMMIT after every row. `synchronous_commit` is off during that. This changes how long the writing
+takes, but not what the slots deliver.
 """
 
 from __future__ import annotations

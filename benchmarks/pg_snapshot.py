@@ -1,21 +1,21 @@
-"""pg-snapshot: how fast a table is loaded into Delta by Spark tasks, against Spark's own JDBC reader.
+"""pg-snapshot: how fast Spark tasks load a table into Delta, against Spark's own JDBC reader.
 
-A table of 5,000,000 rows of pg-stream's 8 columns is loaded into a new Delta table by two tasks at a time. Ours is
-what a pipeline does: it plans the chunks, exports a snapshot, reads each chunk in a Spark task (`load_chunk`) and lands
-all of them in one commit. The peer is `spark.read.jdbc` with PostgreSQL's own JDBC driver. Ours must take at most half
-of the wall time and a third of the client's CPU time.
+A table of 5,000,000 rows of pg-stream's 8 columns is loaded into a new Delta table by two tasks at a time. Ours does
+the same as a pipeline: it plans the chunks, exports a snapshot, reads each chunk in a Spark task (`load_chunk`) and
+commits all of them at once. The peer is `spark.read.jdbc` with PostgreSQL's own JDBC driver. Ours must take at most
+half of the wall time and a third of the client's CPU time.
 
 For this to be fair:
-- the peer reads as many partitions as ours has chunks, by ranges of the key, whose ends it is told; 10,000 rows
-  a fetch. Its rows are written by the same `stage`, in a Python sink that takes Arrow, and landed by the same
-  commit: files, compression, statistics and fsync are the same. Spark's own Parquet writer, which makes no
-  statistics for Delta and does not fsync, took the peer a sixth less CPU time and about as long;
+- the peer reads as many partitions as ours has chunks, by ranges of the key. It is given the ends of the key, and
+  10,000 rows a fetch. Its rows are written by the same `stage`, in a Python sink that takes Arrow, and committed by the
+  same commit: files, compression, statistics and fsync are the same. With Spark's own Parquet writer, which makes no
+  statistics for Delta and does not fsync, the peer took a sixth less CPU time and about as long;
 - each side has a Spark of its own with two slots, started and warmed by a whole load before the first round, and
   idle while the other one works. The peer's JVM has Java's better compiler, which ours does without, and twice the
   memory;
-- the clock starts before the first question to the server and stops when the commit is durable. Both read over TCP
+- the clock starts before the first query to the server and stops when the commit is durable. Both read over TCP
   on 127.0.0.1; the table is vacuumed and lies in the server's cache;
-- the client's CPU time is that of the driver, its JVM and its Python workers. The server's is not in it;
+- the client's CPU time is that of the driver, its JVM and its Python workers. The server's is not included;
 - the peer's partitions are each read in a snapshot of their own, ours all in one;
 - after every load the Delta table must hold exactly the rows: their count, and a sum of a hash of each row, which
   must be the same for both sides.
@@ -47,7 +47,7 @@ from tailrace.demo.server import EmbeddedPostgres, ServerFailed
 ROWS = 5_000_000
 WALL, CPU = "wall time", "client CPU"
 TIMES_MIN = {WALL: 2.0, CPU: 3.0}
-SUBJECT = "Tailrace: load_chunk in 2 Spark tasks at a time, landed in one Delta commit"
+SUBJECT = "Tailrace: load_chunk in 2 Spark tasks at a time, one Delta commit"
 STOP_SECONDS_MAX = 30.0
 
 

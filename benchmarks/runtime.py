@@ -1,15 +1,15 @@
-"""runtime: what the library's loop costs by itself, from a source in memory to a sink in memory.
+"""runtime: what the library's loop costs alone, from a source in memory to a sink in memory.
 
 One table of 8 columns, inserts only, committed in transactions as large as a batch before the clock starts. Ours is
-`CdcRuntime.run` from its first poll to the acknowledgement of the last row: the window taken, numbered, cut or joined
-to a batch, written to the sink, flushed, the checkpoint saved, the source told. With `file` the checkpoint is made
-durable (fsync) for each batch. The peer is no program but the figure that was promised: 5 million rows a second with
-batches of 65,536 rows. The other cells are told and held to nothing; so is `events`, by which the same rows become
-Python objects.
+`CdcRuntime.run` from its first poll to the acknowledgement of the last row. It takes the window, numbers it, cuts or
+joins it to a batch, writes and flushes it to the sink, saves the checkpoint and confirms to the source. With `file` the
+checkpoint is made durable (fsync) for each batch. The peer is not a program but the figure that was promised: 5 million
+rows a second with batches of 65,536 rows. The other cells are shown without a limit. So is `events`, which makes Python
+objects of the same rows.
 
 For this to be fair:
-- the rows lie in memory as the source was given them; what it adds (position, transaction, number) it makes inside the
-  clock, as a decoder would;
+- the rows lie in memory as the source was given them. What the source adds (position, transaction, number) it makes
+  inside the clock, as a decoder would;
 - nothing looks at a row, and that is the point: the cells with small batches show what a batch costs;
 - the checkpoint's folder is on the disk that the log benches use; an fsync there costs what it costs.
 """

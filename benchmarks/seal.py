@@ -1,17 +1,17 @@
 """seal: how fast the log is sealed, on one core, against how fast it is captured.
 
-Ours turns the commits of a log into cold Parquet files (`Sealer.seal`) in a process that may use one core only, timed
-from opening the log to the return, when every file and the seal that names it are durable. The peer is our own
+Ours turns the commits of a log into cold Parquet files (`Sealer.seal`) in a process that may use one core only. It is
+timed from opening the log to the return, when every file and the seal that names it are durable. The peer is our own
 capture, which wrote that log just before, in the same round: 500,000 inserts of pg-stream's 8 columns, timed as
 there. Sealing must reach three times the capture's rate, or a log under full load would never be cold.
 
 For this to be fair:
-- the capture is not held to one core, and the server it reads from runs beside it as ever;
+- the capture may use all cores, and the server it reads from runs in parallel as always;
 - nothing else runs while the log is sealed. The commits were just written, so they are read from memory, as in
   a pipeline that keeps up;
 - the cold files must hold exactly the rows captured. Rows are counted in the Parquet files' own footers;
-- the values are pg-stream's as they stand, and they count upwards, so they compress well. As many rows with
-  the values of log-scan came to four times the bytes, and were sealed 5 to 8 % slower.
+- the values are pg-stream's, unchanged, and they count upwards, so they compress well. As many rows with
+  the values of log-scan took four times the bytes, and were sealed 5 to 8 % slower.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """snapshot-growth: whether a row costs the same to load when the table is large, and how much memory a task takes.
 
-Two tables of pg-stream's 8 columns, of 1 M and of 20 M rows, are each loaded into a new Delta table as in pg-snapshot:
-planned, read chunk by chunk in two Spark tasks at a time, landed in one commit. A million rows of the large one may
-take 1.15 times the seconds that one of the small one takes; the ratio is the inverse, so it must reach 0.87. And no
-Python worker may ever have held more than 450 MiB (VmHWM), imports and compiled kernels included; there the ratio is
+Two tables of pg-stream's 8 columns, of 1 M and of 20 M rows, are each loaded into a new Delta table as in pg-snapshot.
+It is planned, read chunk by chunk in two Spark tasks at a time, and committed at once. A million rows of the large one
+may take 1.15 times the seconds that one of the small one takes. The ratio is the inverse, so it must reach 0.87. And no
+Python worker may ever have held more than 450 MiB (VmHWM), including imports and compiled kernels. There the ratio is
 the limit over the measured.
 
 For this to be fair:
-- the session is warm: both tables are loaded once before the first round. What a load costs once (planning,
-  snapshot, record, commit) is in it, and the small table has fewer rows to share it;
+- the session is warm: both tables are loaded once before the first round. The one-time cost of a load (planning,
+  snapshot, record, commit) is included, and the small table has fewer rows to share it;
 - a worker is used again from one load to the next, so its peak is that of all loads until then;
 - no Delta table is removed before its round is over, and each must hold exactly the rows.
 """

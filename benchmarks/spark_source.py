@@ -1,17 +1,17 @@
-"""spark-source: whether `readStream.format("cdc")` reads the log as fast as Python can hand Arrow to Spark.
+"""spark-source: whether `readStream.format("cdc")` reads the log as fast as Python can pass Arrow to Spark.
 
 A log of 5 M changes of one table of 8 columns (70 % inserts, 20 % updates, 10 % deletes) is written. Ours is a typed
 stream over it into Spark's `noop` sink, which takes rows and drops them, in one partition and in two. The peer is a
 Python data source that does nothing: it yields one of the very batches that ours yields, as often as there are
-commits. So the ratio is what finding, checking and reading the log costs. It is measured over commits as the
-capture leaves them and, held to nothing, over the same commits sealed to Parquet.
+commits. So the ratio is the cost of finding, checking and reading the log. It is measured over commits as the
+capture leaves them and, without a limit, over the same commits sealed to Parquet.
 
 For this to be fair:
 - one session with two cores (`local[2]`) and Spark's default settings runs both, in turn, after each ran once before
-  the clock. The log comes from the page cache, and so does the peer's batch;
-- what counts is the time that Spark itself notes for the micro-batch that has the rows (`triggerExecution`), so that
-  starting a query, which costs both the same, makes neither look better;
-- every row of both must have come (`numInputRows`); both have the same columns and batches of the same size.
+  the clock. The log is read from the page cache, and so is the peer's batch;
+- the value is the time that Spark itself records for the micro-batch that has the rows (`triggerExecution`). Starting a
+  query costs both the same, and so makes neither look better;
+- every row of both must have arrived (`numInputRows`); both have the same columns and batches of the same size.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""spark-trigger: how long after its commit at the source a row is in the hands of `foreachBatch`.
+"""spark-trigger: how long after its commit at the source a row reaches `foreachBatch`.
 
-`tailrace capture` brings the changes of a table into the log, and a typed stream of `format("cdc")` over that log hands
-them to a `foreachBatch`. Rows are inserted one by one, each in a transaction of its own and only when the one before
-has come, after a pause that differs each time, so every one is a micro-batch of its own. A row's latency runs from the
-moment the server stamped into its commit record (`_committed_at`) to the moment Spark calls the function with it. There
-is no peer: half of the rows (p50) must come within 400 ms, and the ratio is the limit over the measured. Told beside
-it: the slowest in a hundred (p99), and until the function has collected the row, which runs a Spark job.
+`tailrace capture` writes the changes of a table to the log, and a typed stream of `format("cdc")` over that log passes
+them to a `foreachBatch`. Rows are inserted one by one, each in a transaction of its own. The next is inserted only when
+the one before has arrived, after a pause that differs each time, so every one is a micro-batch of its own. A row's
+latency runs from the moment the server stamped into its commit record (`_committed_at`) to the moment Spark calls the
+function with it. There is no peer: half of the rows (p50) must arrive within 400 ms, and the ratio is the limit over
+the measured. Two more values are shown: the slowest in a hundred (p99), and the time until the function has collected
+the row, which runs a Spark job.
 
 For this to be fair:
-- the session is Spark as it comes (`local[2]`), with no setting that makes micro-batches faster;
-- both stamps come from the same clock of the same machine, which also runs server, capture and Spark;
+- the session is Spark with its defaults (`local[2]`), with no setting that makes micro-batches faster;
+- both stamps are from the same clock of the same machine, which also runs server, capture and Spark;
 - the first rows, while Spark is still compiling itself, are not counted; every one after that is.
 """
 

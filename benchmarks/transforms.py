@@ -1,8 +1,8 @@
-"""transforms: what rules cost beside the same done by hand.
+"""transforms: what rules cost, compared with the same work done by hand.
 
 A batch of 65,536 changes of one table (an id, a mail address, a decimal and a country) goes through one rule, again and
-again. Ours is `TransformPlan.apply`: a change batch with its operations, sequence numbers and positions to another one.
-The peer is the least that gives the same values by hand, on the table's own columns alone:
+again. Ours is `TransformPlan.apply`: it turns a change batch with its operations, sequence numbers and positions into
+another one. The peer is the least code that gives the same values by hand, on the table's own columns alone:
 
 - mask: `pyarrow.compute.binary_join_element_wise` of stars and the last four characters;
 - filter: `RecordBatch.filter` with `pyarrow.compute.greater`;
@@ -12,10 +12,10 @@ The peer is the least that gives the same values by hand, on the table's own col
 For this to be fair:
 - both sides get the same Arrow arrays, in one process and one thread, in turn within a round, after one run each that
   is not counted;
-- what they give is compared value by value before the clock; ciphertexts are decrypted first.
+- their results are compared value by value before the clock; ciphertexts are decrypted first.
 
-Only hashing is held to a limit: there the work is ours. A filter's and an encryption's is Arrow's and OpenSSL's on both
-sides, and the cell tells what a change batch costs around it. NumPy masks texts of which each character is a byte.
+Only hashing has a limit: there the work is ours. Filtering is Arrow's work, and encryption OpenSSL's, on both
+sides; these cells show what a change batch adds to it. NumPy masks texts of which each character is a byte.
 """
 
 from __future__ import annotations
