@@ -112,7 +112,7 @@ RELOAD_TABLE_HINT = "Run `tailrace snapshot FILE TABLE`: the table is reloaded."
 
 
 class TailraceError(Exception):
-    """Root of all errors: a message, a hint for the next action, and identifiers as fields.
+    """Root of all errors. It has a message, a hint for the next action, and identifiers as fields.
 
     `option_hint` says the same for a reader who uses the options of `format("cdc")` and has no settings file.
     """

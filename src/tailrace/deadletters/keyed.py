@@ -49,7 +49,7 @@ REPLAY_HINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLetterKeys:
-    """The keys of open dead letters: one row each, with the key's columns in the table's order."""
+    """Keys of open dead letters. One row each, with the key's columns in the table's order."""
 
     seqs: Ints
     columns: list[Any]
@@ -278,7 +278,7 @@ class _Walked:
 def _classify(
     batch: _NumberedChanges, schema: TableSchema, key_exists: KeyExists, *, emptied: bool, can_refetch: bool
 ) -> _Walked:
-    """Walk once to find table rows that are built on; walk again if some do not exist."""
+    """Walk once to find table rows that are built on. Walk again if some do not exist."""
     state = np.zeros(batch.limit, np.int8)
     walked, built_on = _walk(batch, state, emptied, can_refetch)
     candidates = np.flatnonzero(built_on)
@@ -339,7 +339,7 @@ def _follow(
     left_why: Codes,
     left_untouched: Flags,
 ) -> None:
-    """Walk the changes in order: find why each is rejected (0: it is not), and the state of each key.
+    """Find why each change is rejected (0: it is not), and each key's state. Walks in order.
 
     As in the fold, a deleted row lends its values only to the row right after it, as the other half of a key move.
     `left_why` says whether it could.
@@ -406,7 +406,7 @@ def _cause(schema: TableSchema, rows: pa.Table, row: int, why: int, partition_by
 def unfit_cause(
     schema: TableSchema, rows: pa.Table, row: int, partition_by: Mapping[str, str], hint: str = REPLAY_HINT
 ) -> TailraceError:
-    """Return the error for a row that the table cannot hold; the changes must have every column."""
+    """Return the error for a row that the table cannot hold. The changes must have every column."""
     position, cells = rows.column(change.POSITION)[row].as_py(), rows.column(change.UNFIT)[row].as_py() or []
     own = [entry["column"] for entry in cells if entry["column"] in schema.names]
     if rules := [rule for entry in cells if (rule := change.parse_rule_failure(entry["text"])) is not None]:

@@ -42,7 +42,7 @@ IMAGE_HINT = "Correct the row at the source, or delete it: that clears the dead 
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLetterImages:
-    """Open dead letters of a keyless table: their changes in `_seq` order, in the table's schema."""
+    """Open dead letters of a keyless table. Changes are in `_seq` order, in the table's schema."""
 
     changes: pa.Table
     unidentified: Ints

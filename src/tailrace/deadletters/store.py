@@ -244,7 +244,7 @@ class DeadLetterStore:
         return self._path / f"{seq:020d}-{number:06d}.arrow"
 
     def discard_after(self, seq: int) -> None:
-        """Remove steps of commits that were not made, or were undone: the table is at `seq`."""
+        """Remove steps of commits that do not exist or were undone. The table is at `seq`."""
         with files.explain_errors(self._path):
             for path, step in self._steps():
                 if step.counts_from_seq > seq:

@@ -190,7 +190,7 @@ def _demo(server: EmbeddedPostgres, folder: Path, arguments: argparse.Namespace)
 
 
 def _arm_accident(folder: Path) -> None:
-    """Have the first capture process killed once, while its window is read and not yet durable."""
+    """Kill the first capture process once, with a window read but not yet durable."""
     os.environ |= {
         "TAILRACE_FAILPOINT": f"log.before_write:{ACCIDENT_AT_COMMIT}",
         "TAILRACE_FAILPOINT_SCOPE": "process",

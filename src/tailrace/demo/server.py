@@ -403,7 +403,7 @@ def _server_user() -> pwd.struct_passwd:
 
 
 def _allows(path: Path, user: pwd.struct_passwd, wanted: int) -> bool:
-    """Return whether the user has the wanted rights on this file, as rwx (4, 2, 1)."""
+    """Return whether the user has these rights on the file, as rwx (4, 2, 1)."""
     status = path.stat()
     shift = 6 if status.st_uid == user.pw_uid else 3 if status.st_gid == user.pw_gid else 0
     return (stat.S_IMODE(status.st_mode) >> shift) & wanted == wanted

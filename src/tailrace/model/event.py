@@ -119,7 +119,7 @@ class Event:
 
     @property
     def key(self) -> Row | None:
-        """The key's columns; None for a keyless table and for a change that concerns no row."""
+        """The key's columns. None for a keyless table and for a change that concerns no row."""
         if not self.schema.key or self.operation in (Operation.TRUNCATE, Operation.MESSAGE, Operation.SCHEMA):
             return None
         return {name: self.values[name] for name in self.schema.key}

@@ -3,7 +3,7 @@
 This is the simplest interpreter of `row_write`, and serves as the reference.
 
 Every write is applied in order, by its content and nothing else. So the rows are those of the source, even if the last
-changes arrive again: the state of a key that is written whole does not depend on what was there.
+changes arrive again. The state of a key that is written whole does not depend on what was there.
 """
 
 from __future__ import annotations

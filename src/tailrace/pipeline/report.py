@@ -262,7 +262,7 @@ class LoggedTable:
 
 @dataclass(frozen=True, kw_only=True)
 class TableEvolution:
-    """The work that a run would do on a lake table after changes at its source."""
+    """Work that a run would do on a lake table after source changes."""
 
     schema: str
     table: str

@@ -1,1 +1,1 @@
-"""Lake tables: fold changes to one row per key, then merge them in one commit with the position."""
+"""Lake tables. Fold changes to one row per key, then merge them in one commit with the position."""

@@ -82,7 +82,7 @@ def _similar(sizes: Mapping[str, int], file_bytes: int) -> list[str]:
 
 
 def rows_per_file(table: DeltaTable, file_bytes: int) -> int:
-    """Estimate from the table's files how many rows make a file of this size; 0: unknown."""
+    """Estimate how many rows make a file of this size; 0: unknown. Uses the table's files."""
     adds = pa.table(table.get_add_actions(flatten=True))
     size, rows = (pc.sum(adds.column(name), min_count=0).as_py() for name in ("size_bytes", "num_records"))
     # A file of a few rows is mostly header and footer, so its size says nothing about the rows.

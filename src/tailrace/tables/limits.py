@@ -44,7 +44,7 @@ def refuse_far_dates(schema: TableSchema, columns: Iterable[Any]) -> None:
 def find_unstorable_rows(
     schema: TableSchema, columns: Iterable[Any], rows: int, partition_by: Mapping[str, str] | None = None
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Flag rows with a value that the table cannot hold; flag separately those with one in their key.
+    """Flag rows with a value that the table cannot hold. Flag separately those with one in their key.
 
     `columns` are the table's own columns of `rows` rows. `partition_by` maps their names to those of partition columns
     in the lake, which may differ.

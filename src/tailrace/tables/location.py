@@ -1,4 +1,4 @@
-"""Lay out the lake: which lake table belongs to a source table, and how it is opened."""
+"""Lay out the lake. Decides which lake table belongs to a source table, and opens it."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _text(value: pa.Scalar) -> str | None:
 
 
 def partition_texts(values: Any, most: int) -> frozenset[str] | None:
-    """Return a column's distinct values but null, as text; None if there are more than `most`."""
+    """Return a column's distinct values but null, as text. None if there are more than `most`."""
     distinct = pc.unique(values)
     return None if len(distinct) > most else frozenset(text for value in distinct if (text := _text(value)) is not None)
 

@@ -84,7 +84,7 @@ class LakeTable(Protocol):
     """
 
     def applied_position(self) -> AppliedPosition | None:
-        """Return what this log has applied; None if no table with a position of this log exists.
+        """Return what this log has applied. None if no table with a position of this log exists.
 
         Raises `ForeignWrite` if someone else has changed the table since, and `TableUnusable` if it cannot be read.
         """
@@ -102,7 +102,7 @@ class LakeTable(Protocol):
         *,
         origin: LoadOrigin | None = None,
     ) -> int:
-        """Replace all rows of the table by these source rows, at this position; return their number.
+        """Replace all rows of the table by these source rows, at this position. Return their number.
 
         Rows are streamed: memory does not grow with the table. Replaces whatever this log wrote before, even if others
         have changed it since. Refuses a table that this log did not make (`ForeignWrite`). An exception out of
@@ -126,7 +126,7 @@ class LakeTable(Protocol):
         origin: LoadOrigin | None = None,
         kept: Sequence[Column] = (),
     ) -> int:
-        """Replace all rows of the table by these staged files in one commit; return their number of rows.
+        """Replace all rows of the table by these staged files in one commit. Return their number of rows.
 
         Replaces and refuses what `load` does. `kept` are columns that the files have in addition to those of the
         schema, as `evolve` leaves them. Files that are in the table already are not committed again, so the call may be
@@ -182,7 +182,7 @@ class LakeTable(Protocol):
         ...
 
     def evolve(self, recast: Recast, expected: AppliedPosition) -> WriteResult:
-        """Give the table the recast's schema, at its position, in one commit; do nothing if it has it.
+        """Give the table the recast's schema, at its position, in one commit. Do nothing if it has it.
 
         Columns that the source no longer has and that are not dropped stay in addition to the schema's own. New rows
         have null in them, and changed rows keep their values.
@@ -224,7 +224,7 @@ class RepairableTable(LakeTable, Protocol):
         ...
 
     def replay_id(self) -> str | None:
-        """Return the replay id of the last `append_rows`; None if there was none since the load."""
+        """Return the replay id of the last `append_rows`. None if there was none since the load."""
         ...
 
     def append_rows(

@@ -26,7 +26,7 @@ REPLACED_HINT = (
 
 
 def schema_mismatch(schema: TableSchema, found: TableSchema, commit: int) -> SchemaChanged | None:
-    """Return why rows of the schema `found` cannot go into the table; None if they can."""
+    """Return why rows of the schema `found` cannot go into the table. None if they can."""
     if found.table == schema.table and found.relation == schema.relation and found.same_rows(schema):
         return None
     return SchemaChanged(

@@ -108,7 +108,7 @@ class TableSpec:
         return self.mode is not TableMode.MIRROR or self.holds_messages
 
     def stored_schema(self, schema: TableSchema) -> TableSchema:
-        """Return the lake table's own schema; refuse a source table that this spec does not fit."""
+        """Return the lake table's own schema. Refuse a source table that this spec does not fit."""
         if self == PLAIN_MIRROR:
             return schema
         self._refuse_keyless(schema)
@@ -221,7 +221,7 @@ PLAIN_MIRROR = TableSpec()
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOrigin:
-    """The point that a load's rows are from: they are as they were there, or later."""
+    """The point that a load's rows are from. A row is as it was there, or later."""
 
     seq: int
     position: str

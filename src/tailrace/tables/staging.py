@@ -1,4 +1,4 @@
-"""Stage rows: write data files into a table's folder that are not part of the table yet.
+"""Stage rows. Write data files into a table's folder that are not part of the table yet.
 
 A load may be shared among many tasks. Each stages its rows as files of its own, and one commit adds them all
 (`LakeTable.commit_load`). Until then no reader sees them, and files of a dead load are strays that are removed by their
@@ -89,7 +89,7 @@ def stage(
     numbered: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> tuple[StagedFile, ...]:
-    """Write rows, with the table's own columns, to files in its folder; none for no rows.
+    """Write rows, with the table's own columns, to files in its folder. None for no rows.
 
     `name` must be new for every load, part of a load and attempt: an existing file is never overwritten. Memory holds
     two row groups, because one is written while the next is read. For a partitioned table it also holds waiting rows.
@@ -251,7 +251,7 @@ class _Parts:
             raise unreadable(self._path, exc) from exc
 
     def close(self) -> tuple[StagedFile, ...]:
-        """Close the last file; when this returns, the names of all files are on disk too."""
+        """Close the last file. When this returns, the names of all files are on disk too."""
         try:
             done = self.end()
             if self._made:

@@ -24,7 +24,7 @@ from tailrace.model.schema import TableSchema
 TEXT_CHARS_MAX = 32
 """Length at which Spark cuts text."""
 COLUMNS_MAX = 32
-"""Columns from the left that have statistics in any Delta table; ours have them for the key too."""
+"""Columns from the left that have statistics in any Delta table. Ours have them for the key too."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _EPOCH_DAY = date(1970, 1, 1).toordinal()
@@ -97,7 +97,7 @@ def _nulls(footer: pq.FileMetaData, ordinal: int) -> int | None:
 
 
 def _bounds(kind: pa.DataType, footer: pq.FileMetaData, ordinal: int) -> tuple[str | None, ...]:
-    """Return the least and the greatest value as JSON; None for an unknown one, nothing without either."""
+    """Return the least and the greatest value as JSON. None for an unknown one, nothing without either."""
     rule = _rule(kind)
     if rule is None:
         return ()
@@ -122,11 +122,11 @@ def _filled(footer: pq.FileMetaData, ordinal: int) -> Iterator[Any]:
 
 
 Write = Callable[[Any, bool], str | None]
-"""Write a bound as JSON, rounded down, or up if the flag is set; None if there is no such bound."""
+"""Write a bound as JSON, rounded down, or up if the flag is set. None if there is no such bound."""
 
 
 def _rule(kind: pa.DataType) -> tuple[Callable[[Any], Any], Write] | None:
-    """Return how a type's bounds are decoded from the footer and written; None if Delta has none."""
+    """Return how a type's bounds are decoded from the footer and written. None if Delta has none."""
     if pa.types.is_integer(kind):
         return int, lambda value, _: str(value)
     if pa.types.is_decimal(kind):

@@ -28,7 +28,7 @@ _ENCODED = re.compile(r"^\.|[/%\x00-\x1f\x7f-\x9f]")
 
 
 def table_path(root: Path, table: TableId, template: str = TEMPLATE, pipeline: str = "") -> Path:
-    """Return the folder of a lake table; `{schema}`, `{table}` and `{pipeline}` in the template are replaced."""
+    """Return the folder of a lake table. `{schema}`, `{table}` and `{pipeline}` in the template are replaced."""
     if UNUSABLE.search(str(root)):
         raise TableUnusable(
             "delta-rs cannot use this path",

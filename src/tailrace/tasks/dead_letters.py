@@ -110,7 +110,7 @@ def apply_with_dead_letters(table: RepairableTable, step: ApplyStep, changes: pa
 
 
 def store_dead_letters(step: ApplyStep, split: SplitResult, store: DeadLetterStore) -> None:
-    """Store rejected changes as dead letters, up to the limit; they count once the table has the step's position."""
+    """Store rejected changes as dead letters, up to the limit. They count once the table has the step's position."""
     refuse_too_many(step, split, store)
     if split.dead_letters.num_rows or split.cleared.size or split.superseded.size:
         store.write(
@@ -130,7 +130,7 @@ def _apply(table: RepairableTable, step: ApplyStep, changes: pa.Table) -> WriteR
 
 
 def split_by_mode(key_exists: KeyExists, step: ApplyStep, changes: pa.Table, store: DeadLetterStore) -> SplitResult:
-    """Split changes by what the table can take, given its rows and its open dead letters.
+    """Split off changes that the table cannot take. Considers its rows and its open dead letters.
 
     The changes must have every column.
     """
@@ -152,7 +152,7 @@ def split_by_mode(key_exists: KeyExists, step: ApplyStep, changes: pa.Table, sto
 
 
 def value_from_text(column: Column, text: str) -> pa.Scalar | None:
-    """Parse a text from the source as a value of the column; None for a column that a rule changes."""
+    """Parse a text from the source as a value of the column. None for a column that a rule changes."""
     return None if is_changed_by_rule(column) else values.parse_value(text, column.type)
 
 

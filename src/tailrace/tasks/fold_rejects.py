@@ -1,4 +1,4 @@
-"""Distributed dead letters: each fold task writes its rejects to a file, and one last task stores them.
+"""Distributed dead letters. Each fold task writes its rejects to a file, and one last task stores them.
 
 The invariant is that of `tasks.dead_letters`: a rejected change is durable as a dead letter before the commit whose
 position passes it. One task stores the rejects of all tasks in one step, so that their total number is known. The
@@ -41,7 +41,7 @@ from tailrace.tasks.work import ApplyWork, as_tailrace_error
 ASKED_KEYS_SUFFIX = "-asked.parquet"
 """Suffix of files with keys that a task assumed to exist: columns `k0…kN`, in the order of the key."""
 MISSING_KEYS = "missing"
-"""Name, in the same folder, of the files with the keys that the table lacks; present once that is known."""
+"""Name, in the same folder, of the files with the keys that the table lacks. Present once that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def _key_lookup(work: ApplyWork, path: Path) -> KeyExists:
 
 
 class DeferredKeyLookup:
-    """Key lookup in a table that no task can read: assumes that keys exist until a job has found the missing ones."""
+    """Key lookup in a table that no task can read. Assumes that keys exist until a job has found the missing ones."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._missing, self._asked = path, path.parent / MISSING_KEYS, 0

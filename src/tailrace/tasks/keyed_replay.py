@@ -1,4 +1,4 @@
-"""Replay dead letters by key: refetch their rows from the source, and write them once the table has passed the read.
+"""Replay dead letters by key. Refetch their rows from the source, and write them once the table has passed the read.
 
 Invariant: a row is written as it is at the table's position, although it was read at another. That holds under two
 conditions. The table has passed everything that the read saw, and the read saw every dead letter of the row. Every
@@ -96,7 +96,7 @@ class _RefetchResult:
 
 
 def refetch_dead_letters(work: RefetchWork) -> Outcome:
-    """Refetch the rows and store them with the dead letters; the outcome has the position that the table must pass."""
+    """Refetch the rows and store them with the dead letters. The outcome has the position that the table must pass."""
     table = work.schema.table
     try:
         bundles = DeadLetterStore(work.log, table).read_open_keys(work.expected.seq, work.expected.load)
@@ -125,7 +125,7 @@ def refetch_dead_letters(work: RefetchWork) -> Outcome:
 def _read(
     work: RefetchWork, keys: pa.Table, key_rows: Any, transactions: Sequence[int], result: _RefetchResult
 ) -> None:
-    """Read the rows of some keys; if a row does not fit, read each half, down to the single key."""
+    """Read the rows of some keys. If a row does not fit, read each half, down to the single key."""
     if not key_rows.size:
         return
     try:
@@ -285,7 +285,7 @@ def _record_results(
     causes: dict[str, Any],
     version: int | None,
 ) -> None:
-    """Clear the replayed dead letters, with the table version if known; store the new cause of each that failed."""
+    """Clear the replayed dead letters, with the table version if known. Store the new cause of each that failed."""
     seq, empty = work.expected.seq, work.schema.change_schema().empty_table()
     keeps_versions = work.location.spec.mode is TableMode.HISTORY
     if replayable.newest_seqs:

@@ -1,4 +1,4 @@
-"""Replay dead letters without a key: into tables in `append` mode, and into mirrors of keyless tables.
+"""Replay dead letters without a key. They go into tables in `append` mode, and into mirrors of keyless tables.
 
 There is no key to refetch a row by, but a dead letter holds its change as it was. Once the table can take the change,
 it is written late. In `append` mode it becomes the row it would have been, with its own `_seq` and metadata columns. In
@@ -65,7 +65,7 @@ class StageReplayChangesWork:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayIntent:
-    """The replay id for the next table commit, and the number of dead letters in it."""
+    """Replay id for the next table commit, and its number of dead letters."""
 
     replay_id: str | None
     """Id for the commit; None: there is nothing to replay."""
@@ -75,7 +75,7 @@ class ReplayIntent:
 
 
 def replay_changes(work: ReplayChangesWork) -> Outcome:
-    """Write the changes that the table can take in one commit, then close their dead letters."""
+    """Write changes that the table can take in one commit. Then close their dead letters."""
     started, table, version = time.monotonic(), work.schema.table, None
     try:
         intent, folded = _record_intent(work)
@@ -113,7 +113,7 @@ def stage_replay_changes(stage_work: StageReplayChangesWork) -> tuple[ReplayInte
 
 
 def confirm_replay(work: ReplayChangesWork, intent: ReplayIntent, version: int | None) -> int:
-    """Record that the replay commit was made, if any; return the number of dead letters still open."""
+    """Record that the replay commit was made, if any. Return the number of dead letters still open."""
     failpoints.hit("letters.delivered")
     store = DeadLetterStore(work.log, work.schema.table)
     if intent.replay_id is not None:
@@ -134,7 +134,7 @@ class _ReplayAttempt:
 
 
 def _record_intent(work: ReplayChangesWork) -> tuple[ReplayIntent, FoldedChanges]:
-    """Find the changes that the table can take, and store the intent; update the causes of the others."""
+    """Find the changes that the table can take, and store the intent. Update the causes of the others."""
     store, table, seq = (
         DeadLetterStore(work.log, work.schema.table),
         work.location.open_for_reading(),
@@ -188,7 +188,7 @@ def _try_replay(work: ReplayChangesWork, bundle: DeadLetterBatch, lake_columns: 
 
 
 def _retained_columns(work: ReplayChangesWork, schema: TableSchema, lake_columns: list[str]) -> set[str]:
-    """Return columns of the dead letters that only the lake table still has, possibly renamed `…__dropped…`."""
+    """Return columns of the dead letters that only the lake table still has. They may be renamed `…__dropped…`."""
     lake_name = work.location.spec.lake_name
     extra = set(lake_columns) - set(work.location.spec.stored_schema(work.schema).names)
     return {

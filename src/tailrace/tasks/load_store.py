@@ -204,7 +204,7 @@ class CommittedLoad(NamedTuple):
     ahead_ranges: list[PositionRange]
     """Ranges of applied positions at which the table may hold newer rows."""
     source_time: int | None
-    """Latest source commit time of any row that was read, in µs since 1970; None: not known."""
+    """Latest source commit time of any row that was read, in µs since 1970. None: not known."""
 
     def ahead_until(self, position: Lsn) -> Lsn | None:
         """Return the position up to which a table at `position` may hold newer rows.
@@ -243,7 +243,7 @@ class LoadStore:
         return {chunk.chunk: chunk for chunk in chunks}
 
     def store_dead_letters(self, load: str, chunk: int, schema: TableSchema, dead_letters: pa.Table) -> None:
-        """Store the dead letters of a chunk durably; to be called before the chunk is recorded."""
+        """Store the dead letters of a chunk durably. To be called before the chunk is recorded."""
         path = self._dead_letters_path(load, chunk)
         with files.explain_errors(path):
             files.replace_durably(path, encode_dead_letters(schema, dead_letters))
@@ -306,7 +306,7 @@ class LoadStore:
         return None if committed is None else committed.ahead_until(position)
 
     def catch_up_until(self, load: str) -> Lsn | None:
-        """Return the position that the catch-up of a load must pass; None before its load commit is recorded."""
+        """Return the position that the catch-up of a load must pass. None before its load commit is recorded."""
         commit = list(_read_all(self.folder(load), "landing.json", _passed))
         return max([*commit, *_read_all(self.folder(load), "reread-*.json", _passed)]) if commit else None
 
@@ -417,7 +417,7 @@ def _table(stored: dict[str, Any]) -> TableId:
 
 
 def _read_all(folder: LogPath, pattern: str, parse: Callable[[dict[str, Any]], Record]) -> Iterator[Record]:
-    """Yield the records of one kind; skip unreadable ones, because what they recorded is done again."""
+    """Yield the records of one kind. Skip unreadable ones, because what they recorded is done again."""
     with files.explain_store_errors(folder):
         found = files.matching_files(folder, pattern)
     for path in found:

@@ -59,7 +59,7 @@ class RebuildSession(Protocol):
         ...
 
     def swap(self, position: AppliedPosition) -> int:
-        """Replace the table with the new one, at this position, in one commit; return its number of rows."""
+        """Replace the table with the new one, at this position, in one commit. Return its number of rows."""
         ...
 
 

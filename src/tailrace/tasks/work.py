@@ -89,7 +89,7 @@ class ApplyWork:
     expected: AppliedPosition
     position_after: AppliedPosition
     reader: SnapshotReader | None = None
-    """Reader that refetches rows with unsent values; None where every value must be in the log or the table."""
+    """Reader that refetches rows with unsent values. None where every value must be in the log or the table."""
     dead_letters_enabled: bool = False
     """True if changes that the table cannot take become dead letters."""
     until: Lsn | None = None
@@ -150,7 +150,7 @@ class Outcome:
 
 
 def as_tailrace_error(error: Exception) -> TailraceError:
-    """Return any failure as an error that can be shown; a defect in our code says so."""
+    """Return any failure as an error that can be shown. A defect in our code says so."""
     if isinstance(error, TailraceError):
         return error
     # The message names only the line of our code: the text of an unforeseen error may contain values of a row.

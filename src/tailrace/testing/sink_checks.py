@@ -58,7 +58,7 @@ class SinkAt:
 
     sink: Sink
     kept: Callable[[], Sequence[int]] | None = None
-    """Returns `_seq` of every stored row, in the order of a reader; unflushed rows may be left out."""
+    """Returns `_seq` of every stored row, in the order of a reader. Unflushed rows may be left out."""
     rows: Callable[[TableSchema], Sequence[dict[str, Any]]] | None = None
     """Returns a table's current rows, in any order; for `MIRROR`."""
 
@@ -113,7 +113,7 @@ def _delivered(runtime: CdcRuntime[Any], *injected: ChangeBatch) -> list[Batch]:
 
 
 def _snapshots(before: ChangeBatch, after: ChangeBatch) -> list[Batch]:
-    """Return the rows of a snapshot, and again with a later change before the stream delivers it."""
+    """Return a snapshot's rows, and again with a later change. The stream delivers that change afterwards."""
     source = MemoryCapture(keep_tables=True)
     source.commit(before)
     runtime = CdcRuntime(source, MemoryCheckpointStore(), snapshot_tables=[before.schema.table], limits=Limits(rows=2))
@@ -124,7 +124,7 @@ def _snapshots(before: ChangeBatch, after: ChangeBatch) -> list[Batch]:
 
 
 def _every_origin() -> list[Batch]:
-    """Return batches of each origin: a snapshot, a split transaction, and injected rows with numbers below zero."""
+    """Return batches of each origin. A snapshot, a split transaction, and injected rows with numbers below zero."""
     source = MemoryCapture(keep_tables=True, part_rows_max=2)
     source.commit(*_orders(1, 2, 3))
     runtime = CdcRuntime(

@@ -260,7 +260,7 @@ class Catalogue:
         return {tables[ordinal - 1]: stamp for ordinal, stamp in self._rows(_STAMPS, tuple(names))}
 
     def row_filter(self, table: TableId, publications: Sequence[str]) -> str | None:
-        """Return the SQL condition of the rows that these publications publish; None if they publish all.
+        """Return the SQL condition of the rows that these publications publish. None if they publish all.
 
         The server combines the conditions of several publications with OR, for inserts, updates and deletes separately.
         One without a condition lets everything pass. A load takes every row that any of the three may send: the base of
@@ -379,7 +379,7 @@ class Catalogue:
 
 
 def table_id(schema: bytes, name: bytes) -> TableId | None:
-    """Return the table's name; None, with one warning, if it is not text: then settings cannot name it either."""
+    """Return the table's name. None, with one warning, if it is not text: settings cannot name it either."""
     try:
         return TableId(schema.decode(), name.decode())
     except UnicodeDecodeError:

@@ -11,7 +11,7 @@ or before `after` is dropped whole. Any bytes give rows or a `ProtocolViolation`
 move becomes two neighbouring rows, the delete of the old key and the insert of the new. A message that an application
 wrote is a row of the `message` stream; outside of a transaction it counts as one of its own.
 
-The file is longer than most, and `_assign` longer than a screen: both are one walk over the bytes, and the meaning of a
+The file is longer than most, and `_assign` longer than a screen. Both are one walk over the bytes, and the meaning of a
 message depends on the messages before it.
 
 The messages: https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html

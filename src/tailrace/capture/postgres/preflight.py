@@ -393,7 +393,7 @@ def _inserted(connection: psycopg.Connection) -> Lsn:
 def ensure_slot(
     connection: psycopg.Connection, settings: PostgresSettings, position: Lsn | None, *, take_over: bool = False
 ) -> Lsn | None:
-    """Make sure the slot can deliver everything after `position`; None means the log has no commit yet.
+    """Make sure the slot can deliver everything after `position`. None means the log has no commit yet.
 
     Returns the consistent point of a newly created slot. A slot of ours that belongs to a log without a commit is
     created again: it is unknown what was confirmed on it. One that may be another program's is left alone.

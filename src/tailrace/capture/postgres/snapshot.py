@@ -152,7 +152,7 @@ order by 4 desc nulls last
 
 
 def open_transactions(url: str) -> str | None:
-    """Return the number of open transactions that write, and the oldest one, as text; None if there are none."""
+    """Return the number of open transactions that write, and the oldest one, as text. None without any."""
     try:
         with connect(url) as connection:
             rows = connection.execute(_WHOSE, prepare=False).fetchall()
@@ -174,7 +174,7 @@ def open_transactions(url: str) -> str | None:
 def wait_for_writers(
     url: str, standby: str | None, stopping: Callable[[], bool] = lambda: False
 ) -> BarrierSnapshot | None:
-    """Wait until all transactions that are open now have ended, then record a snapshot; None if `stopping`.
+    """Wait until all transactions that are open now have ended, then record a snapshot. None if `stopping`.
 
     A commit that waits for a synchronous standby is open: it is in the server's log already, and no snapshot sees it.
     """

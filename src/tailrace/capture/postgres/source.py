@@ -169,7 +169,7 @@ class PostgresCapture:
         return schemas
 
     def parse_value(self, column: Column, text: str) -> pa.Scalar | None:
-        """Return the value of a text that the server printed; None if the column's type cannot hold it."""
+        """Return the value of a text that the server printed. None if the column's type cannot hold it."""
         return values.parse_value(text, column.type)
 
     def committed_until(self) -> Lsn:

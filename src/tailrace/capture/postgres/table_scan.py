@@ -300,7 +300,7 @@ class PostgresScan:
 
 
 def resume_scan(source: PostgresCapture, record: Mapping[str, Any]) -> PostgresScan | None:
-    """Resume a scan with a snapshot per chunk; None if a table that is not done has no key."""
+    """Resume a scan with a snapshot per chunk. None if a table that is not done has no key."""
     progress = ScanProgress.from_json(record)
     remaining = progress.tables[progress.table_index :]
     schemas = source.describe(remaining)

@@ -155,7 +155,7 @@ def is_known(oid: int, kind: str = "b") -> bool:
 
 
 def _decimal(modifier: int) -> pa.DataType | None:
-    """Return decimal(p, s); None where the values need more than 38 digits or have no limit."""
+    """Return decimal(p, s). None where the values need more than 38 digits or have no limit."""
     if modifier < _HEADER:
         return None
     precision = ((modifier - _HEADER) >> 16) & 0xFFFF

@@ -666,7 +666,7 @@ def convert_cells(cells: Cells, kind: pa.DataType) -> ConvertedColumn:
 
 
 def parse_value(text: str, kind: pa.DataType) -> pa.Scalar | None:
-    """Return the value of a text that the server printed; None if the type cannot hold it."""
+    """Return the value of a text that the server printed. None if the type cannot hold it."""
     content = text.encode()
     cells = Cells(np.frombuffer(content + bytes(16), np.uint8), np.zeros(1, np.int64), np.array([len(content)]))
     found = convert_cells(cells, kind)

@@ -167,7 +167,7 @@ def drain_messages(libpq: Ints, connection: Word, b: Bytes, starts: Ints, state:
 
 @kernel
 def drain_copy(libpq: Ints, connection: Word, b: Bytes, state: Ints, bytes_max: Word) -> Word:
-    """Append the rows of a COPY to `b`, up to `bytes_max` or all that can be read."""
+    """Append rows of a COPY to `b`, up to `bytes_max` or all that are readable."""
     out = np.zeros(1, np.int64)
     while True:
         at = state[BYTES]

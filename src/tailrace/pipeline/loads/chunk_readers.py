@@ -1,4 +1,4 @@
-"""Reader threads of loads: each reads one chunk after another, each chunk in its own Spark task.
+"""Reader threads of loads. Each reads one chunk after another, each chunk in its own Spark task.
 
 There are `load.connections` readers, so no more sessions than that ever read rows of the source at once.
 """
@@ -155,7 +155,7 @@ class FileWatch:
         self._changed: deque[RunningLoad] = deque()
 
     def changed(self, loads: Sequence[RunningLoad]) -> list[RunningLoad]:
-        """Return the loads whose tables were found in other files; start a check of those of `loads` that are due."""
+        """Return the loads whose tables were found in other files. Start a check of those of `loads` that are due."""
         due = [load for load in loads if time.monotonic() >= load.files_checked_at + CHANGED_SECONDS]
         if due and not self._checking:
             self._checking = True

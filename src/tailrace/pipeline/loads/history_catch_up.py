@@ -64,7 +64,7 @@ def apply_to_load_point(registry: TableRegistry, load: RunningLoad, point: Lsn, 
 
 
 def catch_up_limit(registry: TableRegistry, load: RunningLoad, point: Lsn) -> Lsn | None:
-    """Return the position up to which the log must be applied before the load commit; None: no catch-up is needed here.
+    """Return the position up to which the log must be applied before the load commit. None: no catch-up is needed here.
 
     A table that keeps the past takes from a load only what the log does not have. The catch-up stops at the first gap,
     because later changes may build on rows that are missing. Tables that store changes as they are (`append` mode and
@@ -97,7 +97,7 @@ def _mark_owed(managed: ManagedTable, known: TableSchema, apply: ApplyCallback) 
 def _next_range(
     registry: TableRegistry, managed: ManagedTable, point: Lsn, known: TableSchema, *, asked: bool
 ) -> ApplyRange | None:
-    """Return the next range; None too if a schema change ends the catch-up of a requested load.
+    """Return the next range. None also if a schema change ends the catch-up of a requested load.
 
     `apply_to_load_point` then decides what happens.
     """
@@ -112,7 +112,7 @@ def _next_range(
 def next_range_to(
     registry: TableRegistry, managed: ManagedTable, point: Lsn, known: TableSchema | None = None, *, asked: bool = False
 ) -> ApplyRange | None:
-    """Return the next range of a suspended table up to a position; None when it is there.
+    """Return the next range of a suspended table up to a position. None when it is there.
 
     Rows without catalogue facts whose columns are those of `known` take the facts of `known`. If a person has `asked`
     for the load, no evolution policy applies.

@@ -38,7 +38,7 @@ class LoadKeeper:
 
     @property
     def loads_in_use(self) -> set[str] | None:
-        """Loads whose records a rebuild may need: those that tables come from, and the kept ones.
+        """Loads whose records a rebuild may need. They are those that tables come from, and the kept ones.
 
         None while the applied position of a table cannot be read.
         """
@@ -77,7 +77,7 @@ class LoadKeeper:
             )
 
     def _staged_files(self, location: TableLocation, load: str, version: int) -> list[StagedFile] | None:
-        """Return the files that an Iceberg table has from a load; None if it has others too.
+        """Return the files that an Iceberg table has from a load. None if it has others too.
 
         Empty for a Delta table, which lists its files itself.
         """

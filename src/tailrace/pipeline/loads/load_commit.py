@@ -86,7 +86,7 @@ def find_load_point(registry: TableRegistry, record: LoadRecord) -> Lsn:
 
 
 def applied_position_after(registry: TableRegistry, load: RunningLoad, start: Lsn) -> AppliedPosition:
-    """Return the table's applied position after the load commit; only while no other work on the table runs.
+    """Return the table's applied position after the load commit. Call it only while no other work on the table runs.
 
     Rows that a partial load leaves as they are, are no newer than the table. So the catch-up starts at the table's own
     position if that is earlier.
@@ -157,7 +157,7 @@ def finish_load(
 def _store_dead_letters(
     registry: TableRegistry, load: RunningLoad, store: DeadLetterStore, position: AppliedPosition
 ) -> None:
-    """Store the load's rejected rows as dead letters of the table; they count after the load commit."""
+    """Store the load's rejected rows as dead letters of the table. They count after the load commit."""
     rows = registry.load_store.dead_letters(load.record.id, [load.staged[number] for number in sorted(load.staged)])
     if not rows:
         return
@@ -223,7 +223,7 @@ def commit_files(
     position: AppliedPosition,
     origin: LoadOrigin | None = None,
 ) -> None:
-    """Replace a table's content with staged files: in this process, or in a Spark task for a table in a catalog."""
+    """Replace a table's content with staged files. Runs here, or in a Spark task for a table in a catalog."""
     location = managed.location
     if location.catalog is None:
         location.open().commit_load(schema, files, position, origin=origin)

@@ -1,4 +1,4 @@
-"""Schedule loads: plan and record each, read its chunks in Spark tasks, commit all rows at once.
+"""Schedule loads. Plan and record each, read its chunks in Spark tasks, commit all rows at once.
 
 An exact load reads all chunks in one exported snapshot, and its catch-up starts at the snapshot's position. A chunked
 load reads each chunk in its own snapshot; the table is complete once the catch-up has passed the last of them. A load
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 TABLES_SECONDS = 3.0
 """Seconds between two searches for new tables at the source."""
 SOURCE_WAIT_ERRORS = (SourceUnreachable, SourceSlow)
-"""Errors that a load waits out for as long as it takes; capture reports the first, `status` the second."""
+"""Errors that a load waits out for as long as it takes. Capture reports the first, `status` the second."""
 CHUNK_TRIES_MAX = 8
 """Tries of one chunk; failures because the source is unreachable do not count."""
 REPLANS_MAX = 20
@@ -287,7 +287,7 @@ class LoadScheduler:
             self._restart(load.managed, load.record)
 
     def _lift_hold(self, table: TableId) -> None:
-        """Remove the hold of a stopped load if the table has rows; an unloaded table stays held until a request."""
+        """Remove the hold of a stopped load if the table has rows. An unloaded table stays held until a request."""
         managed = self._registry.tables.get(table)
         if managed is not None and managed.applied_position is not None:
             self._store.set_hold(table, None)
@@ -394,7 +394,7 @@ class LoadScheduler:
         )
 
     def _restart(self, managed: ManagedTable, record: LoadRecord) -> None:
-        """Make a dropped load begin again; a requested one begins by its request, which is still stored."""
+        """Make a dropped load begin again. A requested one begins by its request, which is still stored."""
         if record.request is None and managed.applied_position is not None:
             self._always.add(managed.table)
 
@@ -518,7 +518,7 @@ class LoadScheduler:
     # Ending.
 
     def _drop(self, load: RunningLoad) -> bool:
-        """Drop a load and its staged files, and restore the table; return False if that was done already."""
+        """Drop a load and its staged files, and restore the table. Return False if that was done already."""
         load.release_snapshot()
         if not self._running_loads.drop(load):
             return False

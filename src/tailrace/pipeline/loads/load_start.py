@@ -1,4 +1,4 @@
-"""Begin loads: find the table, check that it is published, plan its chunks, then take the snapshot, in that order.
+"""Begin loads. Find the table, check that it is published, plan its chunks, take the snapshot, in that order.
 
 An unpublished table would miss what is written while it is read, so publication is checked first. A table that is
 rewritten between plan and snapshot has other files, so the plan is made first.
@@ -54,7 +54,7 @@ PlannedLoads = list[tuple[ManagedTable, Plan, LoadRequest | None]]
 
 
 class LoadStarter:
-    """Begins loads, one group after another; it may have to wait for open transactions of the source."""
+    """Begins loads, one group after another. It may have to wait for open transactions of the source."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class LoadStarter:
         return self._source.discovers_tables and self._known_count < len(self._registry.log.schemas.latest())
 
     def discover_tables(self) -> None:
-        """Read which tables the source has: manage new ones, and retry failed ones that a person has asked for."""
+        """Read which tables the source has. Manage new ones, and retry failed ones that a person requests."""
         retries = self._registry.load_store.retry_requests()  # first: the person mended the source before asking
         known = self._registry.log.schemas.latest() if self._source.discovers_tables else []
         self._source.learn_tables(version.schema for version in known)
@@ -190,7 +190,7 @@ class LoadStarter:
             return None
 
     def _refuse_unpublished(self, table: TableId) -> None:
-        """Refuse a table that has columns but publishes none: it was created again since it was checked."""
+        """Refuse a table that has columns but publishes none. It was created again since it was checked."""
         now = self._source.describe([table], unpublished=True)
         if table in now and now[table].columns:
             raise _unpublished(table, self._source.settings.publication)
@@ -301,7 +301,7 @@ class LoadStarter:
         )
 
     def _make_empty(self, managed: ManagedTable, mode: str) -> None:
-        """Begin a table without a load: empty, at the log's end or where the log has it completely."""
+        """Begin a table without a load. It is empty, at the log's end or where the log has it completely."""
         try:
             _refuse_overlap(managed, self._registry)
             plan = self._source.plan(managed.table, ChunkKind.PLACE, self._settings.chunk)
@@ -384,7 +384,7 @@ WAITING_SECONDS = 5.0
 
 
 class OpenTransactionWatch:
-    """Watches which open transactions of the source new loads wait for; queries the source only if that takes long."""
+    """Watches which open transactions of the source new loads wait for. Queries the source only if that takes long."""
 
     def __init__(self, source: PostgresCapture) -> None:
         self._source = source

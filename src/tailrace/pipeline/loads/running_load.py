@@ -134,7 +134,7 @@ class RunningLoad:
         )
 
     def result(self) -> LoadResult:
-        """Return the result of the committed load; the rate counts only rows read in this process."""
+        """Return the result of the committed load. The rate counts only rows read in this process."""
         rows, seconds = sum(staged.rows for staged in self.staged.values()), time.monotonic() - self.began_at
         return LoadResult(
             landed_at=time.time(),

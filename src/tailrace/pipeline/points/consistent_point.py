@@ -1,4 +1,4 @@
-"""Build a consistent point: the version of each lake table at one commit of the log.
+"""Build a consistent point. It is the version of each lake table at one commit of the log.
 
 A table is in the point only if it has every change up to the commit and none after it. So a reader of these versions
 sees each transaction whole or not at all. Every other table is listed as missing, with the reason, and does not hold
@@ -25,7 +25,7 @@ _REASONS = {
 
 
 def build_point(registry: TableRegistry, commit: int) -> ConsistentPoint | None:
-    """Return the version of every table that is at the commit; None if no table is.
+    """Return the version of every table that is at the commit. None if no table is.
 
     Called by the applying process between two micro-batches. Concurrent work on a table only keeps it out of the point.
     """

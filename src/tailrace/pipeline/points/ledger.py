@@ -1,4 +1,4 @@
-"""Ledger of consistent points: after every micro-batch, the version of each lake table at one commit.
+"""Ledger of consistent points. After each micro-batch, it gets each lake table's version at one commit.
 
     <log>/ledger/<commit>-<time>.jsonl   points, oldest first; the first in a file is complete, the others are deltas
 
@@ -33,7 +33,7 @@ POINTS_MAX = 1000
 NEAR_POINTS = 30
 """Points before the requested one that are searched for one with fewer tables temporarily missing."""
 KEPT_SECONDS = 30 * 86_400.0
-"""Age at which files of points are removed; the table versions they name are usually gone by then."""
+"""Age at which files of points are removed. The table versions they name are usually gone by then."""
 
 
 TABLE_RECREATED, FOLDER_GONE = "the table was recreated since", "its folder is gone"
@@ -121,7 +121,7 @@ class Ledger:
             yield from _read(path)
 
     def at(self, *, position: Lsn | None = None, committed_at: int | None = None) -> ConsistentPoint:
-        """Return the last point at or before a position or a time; without either, the last of all.
+        """Return the last point at or before a position or a time. Without either, the last of all.
 
         If tables are temporarily missing from it, return one shortly before that lacks fewer.
         """
@@ -156,7 +156,7 @@ class Ledger:
         )
 
     def _newest_time(self) -> int:
-        """Return the time of the last recorded point, also by an earlier process; 0 without any."""
+        """Return the time of the last recorded point; 0 without any. An earlier process may have recorded it."""
         if self._newest is None:
             last = next((points for path in reversed(self._files()) if (points := list(_read(path)))), [])
             self._newest = max((point.committed_at for point in last), default=0)
@@ -172,7 +172,7 @@ class Ledger:
 
 
 def _with_rising_times(points: Iterable[ConsistentPoint], newest: int = 0) -> Iterator[ConsistentPoint]:
-    """Yield the points with times that never go back; in points of older releases they may."""
+    """Yield the points with times that never go back. In points of older releases they may."""
     for point in points:
         newest = max(newest, point.committed_at)
         yield replace(point, committed_at=newest)

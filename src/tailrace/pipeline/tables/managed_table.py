@@ -1,4 +1,4 @@
-"""One managed table: its state, its applied position, and whether it can resume from its own commit."""
+"""One managed table. Its state, its applied position, and whether it can resume from its own commit."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ OUTCOME_UNKNOWN_SECONDS = 30.0
 
 @dataclass
 class ManagedTable:
-    """One table in a pipeline: its state, its applied position, and its error if it has one."""
+    """One table in a pipeline. Has a state, an applied position, and an error if it failed."""
 
     table: TableId
     location: TableLocation
     state: TableState = TableState.NEW
     applied_position: AppliedPosition | None = None
     load_floor: AppliedPosition | None = None
-    """Earliest position at which the running load can commit; the log must keep everything after it."""
+    """Earliest position at which the running load can commit. The log must keep everything after it."""
     load_status: LoadStatus | None = None
     """Progress of the running load."""
     last_load: LoadResult | None = None
     loaded_at: int | None = None
-    """Source time when the last load had read everything, in µs since 1970; None: not known."""
+    """Source time when the last load had read everything, in µs since 1970. None: not known."""
     catch_up_load: str | None = None
-    """Load whose catch-up has not ended; until then rows may be newer than the applied position."""
+    """Load whose catch-up has not ended. Until then rows may be newer than the applied position."""
     repairing: bool = False
-    """True if a row was refetched and the log has not passed that read; rows may be newer than the applied position."""
+    """True if a row was refetched and the log has not passed that read. Rows may be newer than the applied position."""
     apply_suspended: bool = False
     """True while an exact reload runs: it must find the table at the position of its own snapshot."""
     missing_at_source: bool = False
@@ -77,7 +77,7 @@ class ManagedTable:
     rows_loaded: int = 0
     note: str | None = None
     reload_error: str | None = None
-    """Reason why the last reload of a live table failed; cleared by the next load commit."""
+    """Reason why the last reload of a live table failed. Cleared by the next load commit."""
     lake_version: int | None = None
     """Version of the lake table at the applied position; None: not read yet."""
     lake_table_id: str | None = None
@@ -122,13 +122,13 @@ class ManagedTable:
             log.warning("table tried again", extra={"table": str(self.table), "code": error.code})
 
     def restore_state(self, state: TableState, error: TailraceError | None) -> None:
-        """Return to the state before a load that failed; a blocked table gets its earlier error back."""
+        """Return to the state before a load that failed. A blocked table gets its earlier error back."""
         if state.is_blocked:
             self.error = error
         self.state = state
 
     def defer(self, error: TailraceError, seconds: float) -> None:
-        """Wait some seconds because something the table needs is unavailable; does not count as a failure."""
+        """Wait some seconds because something the table needs is unavailable. This does not count as a failure."""
         if self.error is None or self.error.code != error.code:
             log.warning("table waits", extra={"table": str(self.table), "code": error.code, "reason": error.message})
         self.error, self.not_before = error, time.monotonic() + seconds
@@ -160,7 +160,7 @@ class ManagedTable:
 
 @dataclass(frozen=True)
 class ApplyRange:
-    """The slices one table commit takes, and the position after it; or a recast that must come first."""
+    """The slices one table commit takes, and the position after it. Has a recast instead if that must be first."""
 
     slices: tuple[Slice, ...]
     position_after: AppliedPosition
@@ -176,7 +176,7 @@ class PendingSchema:
     schema: TableSchema
     horizon: Lsn
     compared_with: TableSchema
-    """Schema of the table when the catalogue was read; once it is another object, the catalogue must be read again."""
+    """Schema of the table when the catalogue was read. Once it is another object, the catalogue must be read again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ class BatchEnd:
 
 
 def has_lost_identity(managed: ManagedTable) -> bool:
-    """Return whether the source now publishes only inserts of the table; such a table stops and is not loaded."""
+    """Return whether the source now publishes only inserts of the table. Such a table stops and is not loaded."""
     return managed.insert_only and managed.schema is not None and managed.schema.identity is not Identity.NONE
 
 
@@ -203,7 +203,7 @@ def refuse_lost_identity(managed: ManagedTable, source: SourceTable | None) -> N
 
 
 def refuse_ahead(managed: ManagedTable, change_log: ChangeLog) -> None:
-    """Refuse a table that has applied commits which the log lacks: it followed another history of the log."""
+    """Refuse a table that has applied commits which the log lacks. It followed another history of the log."""
     newest = change_log.newest()
     if managed.applied_position is not None and managed.applied_position.commit > newest:
         raise TableAhead(
@@ -217,7 +217,7 @@ def refuse_ahead(managed: ManagedTable, change_log: ChangeLog) -> None:
 
 
 def has_missed_updates(managed: ManagedTable, source: SourceTable | None) -> bool:
-    """Return whether updates were missed until now because the table had no replica identity; it needs a reload."""
+    """Return whether updates were missed until now because the table had no replica identity. It needs a reload."""
     before = managed.schema is not None and managed.schema.identity is Identity.NONE
     return before and source is not None and source.identity is not Identity.NONE
 

@@ -1,4 +1,4 @@
-"""Registry of managed tables: what each has applied, and what it may do next; without Spark.
+"""Registry of managed tables: what each has applied, and what it may do next. Uses no Spark.
 
 A table's own commit says what it has applied; `ManagedTable` is only a copy. A table without an applied position of
 this log is new; nothing else decides that. The file is long because the next step of a table depends on everything
@@ -194,7 +194,7 @@ class TableRegistry:
             managed.state = TableState.CATCHING_UP
 
     def _unfinished_loads(self) -> list[LoadRecord]:
-        """Return the unfinished loads; read once for all tables, because tables are added by the hundred."""
+        """Return the unfinished loads. Read once for all tables, because tables are added by the hundred."""
         if self._unfinished_read is None or time.monotonic() > self._unfinished_read[0] + RECALL_SECONDS:
             self._unfinished_read = (time.monotonic(), self.load_store.unfinished_loads())
         return self._unfinished_read[1]
@@ -253,7 +253,7 @@ class TableRegistry:
         )
 
     def schema_after(self, schema: TableSchema, applied: AppliedPosition) -> TableSchema:
-        """Return the schema of the first rows that the log has after an applied position; without any, `schema`."""
+        """Return the schema of the first rows that the log has after an applied position. Without any, `schema`."""
         pending = [
             item
             for number in self.log_numbers_of(schema)
@@ -336,25 +336,25 @@ class TableRegistry:
         return None
 
     def check_trimmed(self) -> None:
-        """Check whether failed tables have lost rows by retention; then that is the error to show."""
+        """Check whether failed tables have lost rows by retention. Then that is the error to show."""
         for managed in list(self.tables.values()):
             if managed.state is TableState.FAILED:
                 self._refuse_trimmed(managed)
 
     def complete_from(self, table: TableId) -> Lsn | None:
-        """Return the position from which the table is complete in the log; None: it is complete everywhere."""
+        """Return the position from which the table is complete in the log. None: it is complete everywhere."""
         published = self.log.coverage().complete_from(table)
         return max([*(gap.end for gap in self._gaps()), *([published] if published else [])], default=None)
 
     def has_missing_changes(self, managed: ManagedTable) -> bool:
-        """Return whether the log lacks changes after the applied position; never for a table that is only loaded."""
+        """Return whether the log lacks changes after the applied position. False for a table that is only loaded."""
         since = (
             self.complete_from(managed.table) if not managed.load_only or managed.catch_up_load is not None else None
         )
         return since is not None and managed.applied_position is not None and managed.applied_position.position < since
 
     def missing_from(self, managed: ManagedTable) -> Lsn | None:
-        """Return the position after which the log first lacks changes that the table needs; None: it lacks none."""
+        """Return the position after which the log first lacks changes that the table needs. None: it lacks none."""
         assert managed.applied_position is not None, "a table that was loaded"
         position = managed.applied_position.position
         starts = [gap.start for gap in self._gaps() if gap.end > position]
@@ -390,7 +390,7 @@ class TableRegistry:
         return has_gap
 
     def _reload_after_recapture(self, managed: ManagedTable, pending: list[Slice]) -> bool:
-        """Require a reload if the table was not published for a while; return whether that is so.
+        """Require a reload if the table was not published for a while. Return whether that is so.
 
         The schema shows the two other cases: a new table of the same name, and a lost identity, for which it stops.
         """
@@ -406,14 +406,14 @@ class TableRegistry:
         return True
 
     def _coverage(self) -> Coverage:
-        """Return the coverage up to the index's last commit; coverage is written before the rows it is about."""
+        """Return the coverage up to the index's last commit. Coverage is written before the rows it is about."""
         commit = self.index.last_commit
         if self._coverage_read is None or self._coverage_read[0] < commit:
             self._coverage_read = (commit, self.log.coverage())
         return self._coverage_read[1]
 
     def _refuse_trimmed(self, managed: ManagedTable) -> bool:
-        """Stop the table if the log no longer holds what it lacks; return whether that is so."""
+        """Stop the table if the log no longer holds what it lacks. Return whether that is so."""
         if managed.applied_position is None:
             return False
         trimmed = self.index.trimmed_after_position(
@@ -466,7 +466,7 @@ class TableRegistry:
         )
 
     def schema_of_slice(self, own: TableSchema, item: Slice) -> TableSchema:
-        """Return the schema of a slice's rows; if another table has taken over the name since, that table's."""
+        """Return the schema of a slice's rows. If another table has the name since, return that table's."""
         schema = self.log.schemas.get(item.table, item.schema).schema
         if (schema.table, schema.relation) == (own.table, own.relation):
             return schema

@@ -33,7 +33,7 @@ class RetentionHolds:
         self._lock = threading.Lock()
 
     def enable(self) -> None:
-        """Start publishing: all tables are known now, and a table that is not among them holds nothing."""
+        """Start publishing. All tables are known now, and a table that is not among them holds nothing."""
         self._enabled = True
 
     def publish(self, *, now: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Parse the values of Spark options; refuse an invalid one with the option's name and an example.
+"""Parse the values of Spark options. Refuse an invalid one with the option's name and an example.
 
 The options that are present decide what is read: a database table or a change log. So a misspelled option is looked for
 among those of both.
@@ -32,7 +32,7 @@ def option_error(name: str, why: str, hint: str) -> ConfigError:
 
 
 def as_option_error(error: TailraceError) -> TailraceError:
-    """Return the error with the hint for a reader who has options and no settings file."""
+    """Return the error with the hint for readers without a settings file. They set options."""
     return type(error)(error.message, hint=error.option_hint, **error.fields) if error.option_hint else error
 
 

@@ -15,7 +15,7 @@ def spark_schema(fields: pa.Schema) -> StructType:
 
 
 def arrow_schema(schema: StructType) -> pa.Schema:
-    """Return the columns as Spark takes them from a source; times with a zone are in UTC."""
+    """Return the columns as Spark takes them from a source. Times with a zone are in UTC."""
     if "timezone" in inspect.signature(to_arrow_schema).parameters:
         return to_arrow_schema(schema, timezone="UTC")
     return to_arrow_schema(schema)  # up to Spark 4.1 that is a switch, which is on by default

@@ -48,7 +48,7 @@ def _make(scratch: Path, path: Path) -> None:
 
 
 def _work(session: SparkSession, scratch: Path) -> None:
-    """Do what a pipeline has Spark do: a stream that wakes work, and a task in a Python process."""
+    """Do a pipeline's Spark work. Runs a stream that wakes work, and a task in a Python process."""
     done, stopping = threading.Event(), threading.Event()
     source = WakeSource(lambda _: 1, 0)
 

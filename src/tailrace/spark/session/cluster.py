@@ -53,7 +53,7 @@ def _is_this_machine(master: str) -> bool:
 
 
 def _worker_python(scratch: Path) -> Path:
-    """Return a script that runs this Python, and starts our daemon wherever Spark asks for its own.
+    """Return a script that runs this Python. It starts our daemon wherever Spark wants its own.
 
     `spark.python.daemon.module` names another daemon for tasks, but not for the processes that plan a Python data
     source. So the choice is made one step earlier. The pipeline answers Ctrl-C, not these processes.

@@ -1,4 +1,4 @@
-"""Spark's connectors for Delta and Iceberg: where their jars come from, and the settings of a session with one.
+"""Spark's connectors for Delta and Iceberg. Where to get their jars, and the settings of a session with one.
 
 The jars are fetched by Maven coordinates, as Spark users know them. A connector named in `spark.settings`, or whose
 jars are there, is kept.
@@ -55,7 +55,7 @@ TABLE_SETTINGS = {
 
 
 def connector_settings(configured: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of a session with the Delta connector; refuse a Spark that has none."""
+    """Return the settings of a session with the Delta connector. Refuse a Spark that has none."""
     settings = dict(configured)
     if not _is_configured(settings, "delta-spark"):
         instead = "or use `tables.engine: delta-rs`, which needs none; "

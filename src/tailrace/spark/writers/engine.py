@@ -80,7 +80,7 @@ class SparkEngine:
         self._opened: dict[Path, SparkIcebergTable] = {}
 
     def handles(self, task: Callable[..., Outcome]) -> bool:
-        """Return whether the connector does this work: changes of rows, and every commit of an Iceberg table.
+        """Return whether the connector does this work. It changes rows, and makes every commit of an Iceberg table.
 
         Tasks read the source and join a Delta table's files, whichever engine writes.
         """

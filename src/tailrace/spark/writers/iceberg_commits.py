@@ -115,7 +115,7 @@ class IcebergCommits:
         properties: Mapping[str, str],
         summary: Mapping[str, str],
     ) -> int:
-        """Create the table with these files unless it exists; return the number of its first snapshot."""
+        """Create the table with these files unless it exists. Return the number of its first snapshot."""
         catalog, identifier = self._catalog_with_namespace(), self._identifier()
         schema = self._schema(fields)
         builder = catalog.buildTable(identifier, schema)
@@ -255,8 +255,7 @@ class IcebergCommits:
         return self._table().operations().current()
 
     def take_over(self, seen: IcebergMetadata, rebuilt: Any) -> None:
-        """Take over the snapshots of a table that began as a copy of this one's metadata
-        (`IcebergMetadata.copy_as_of`).
+        """Take over the snapshots of a table that began as this one's copy (`IcebergMetadata.copy_as_of`).
 
         Its newest snapshot becomes the newest here, after those that led to it. Partition specs that it no longer has
         are removed, as by `replace`.

@@ -1,4 +1,4 @@
-"""Rebuild an Iceberg table with Spark, in a folder of its own, and swap it in: the port of `tasks/rebuild_backend.py`.
+"""Rebuild an Iceberg table with Spark, in its own folder, and swap it in. Implements `tasks/rebuild_backend.py`.
 
 The new table is in a folder below the table's, `rebuilt/<id>/table`, and no catalog lists it but that folder. It begins
 as a copy of the table's metadata as of one snapshot. No file is copied, because metadata names files by their whole
@@ -167,7 +167,7 @@ class _IcebergRebuildSession:
         return rows
 
     def _metadata_to_register(self) -> Path:
-        """Return the metadata file for the catalog: the new table, with the location that the table is to have."""
+        """Return the metadata file for the catalog. It describes the new table at its final location."""
         assert self.location.catalog is not None, "one of its own"
         document = self.location.catalog.metadata(self.location.path)
         assert document is not None, "the rebuild has begun"

@@ -1,4 +1,4 @@
-"""Write Iceberg tables with Spark's connector, merge-on-read: a changed row is marked deleted in its file.
+"""Write Iceberg tables with Spark's connector, merge-on-read. A changed row is marked deleted in its file.
 
 The position is in the summary of each snapshot (`tables/iceberg/commit_log.py`), and a commit is a compare-and-swap
 (`spark/writers/iceberg_commits.py`). What Spark writes is staged where no reader sees it. It is published only if

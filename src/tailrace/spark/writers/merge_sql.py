@@ -1,4 +1,4 @@
-"""Build the statements and frames with which Spark writes a table: its merges, and what a load changes.
+"""Build the statements and frames with which Spark writes a table. They are for merges and for load commits.
 
 The rows are those of `tables/fold/by_mode.py`, with the lake table's own schema. Nothing here runs a job, except
 `remove_copies`.
@@ -52,7 +52,7 @@ def all_of(conditions: Sequence[SparkColumn]) -> SparkColumn:
 
 
 def comparable_bits(value: SparkColumn, column: Column) -> SparkColumn:
-    """Return a value to compare rows by: 0.0 differs from -0.0 in it, which Spark takes for equal."""
+    """Return a value to compare rows by. 0.0 differs from -0.0 in it, which Spark takes for equal."""
     kind = column.type.value_type if pa.types.is_list(column.type) else column.type
     return value.cast("string") if pa.types.is_floating(kind) else value
 
@@ -158,7 +158,7 @@ def _merge_versions(stored: TableSchema, target: str, view: str, ended: Truncate
 
 
 def partition_condition(stored: TableSchema, partitions: Mapping[str, Collection[str] | None]) -> str:
-    """Return a condition on the table's rows that a merge is about, to follow other conditions.
+    """Return a condition on the rows that a merge affects. It follows other conditions.
 
     Spark skips partitions that do not meet it. It does not derive that from the merge's rows.
     """
@@ -216,7 +216,7 @@ def rows_to_change(
     listed: DataFrame | None,
     retirement: RetirementRule | None = None,
 ) -> DataFrame:
-    """Return what a merge must write and remove, so that a table holds the staged rows.
+    """Return the rows that a merge must write and remove. After it the table holds the staged rows.
 
     The column `back` says whether a row that is removed is inserted again. Only the first `counts` columns decide
     whether two rows are the same. With `listed` keys, rows of the table that are not staged stay if their key is
@@ -289,7 +289,7 @@ def _op(kind: int) -> SparkColumn:
 def remove_copies(
     schema: TableSchema, table: DataFrame, rows: DataFrame, keep: Callable[[DataFrame], DataFrame]
 ) -> DataFrame:
-    """Return the table's rows without as many copies of each image as the folded rows say.
+    """Return the table's rows without the removed copies of each image. The folded rows have their number.
 
     Too few copies of one are an error. `keep` makes rows stay the same, however often they are read.
     """

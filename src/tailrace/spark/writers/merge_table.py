@@ -69,7 +69,7 @@ _UNREADABLE = re.compile(r"PATH_NOT_FOUND|FAILED_READ_FILE|CANNOT_READ_FILE|File
 
 @dataclass(frozen=True, kw_only=True)
 class _MergeSource:
-    """The rows of a merge: `c0…cN`, `op`, and a flag `k<i>` for each column in `keeping_columns`.
+    """The rows of a merge. Columns are `c0…cN`, `op`, and a flag `k<i>` for each column in `keeping_columns`.
 
     A flag is true where the table's own row keeps its value.
     """
@@ -335,7 +335,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         return self._commit(table, record, lambda: self._save(table, inserted, "append")), folded.upserts
 
     def write_missing_keys(self, schema: TableSchema, key_files: Sequence[Path], into: Path) -> bool:
-        """Write those keys into files of which the table has no row; return whether there are any.
+        """Write those keys into files of which the table has no row. Return whether there are any.
 
         The keys are the columns `k0…kN` of files.
         """

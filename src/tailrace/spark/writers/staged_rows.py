@@ -1,4 +1,4 @@
-"""Rows for Spark's connector that are not changes: those that tasks have staged, and a table's own in a new schema.
+"""Rows for Spark's connector that are not changes. Tasks have staged them, or they are a table's own in a new schema.
 
 The values of a partition are not in a Delta table's files. They are taken from what is recorded of each file, never
 from the names of folders, which Spark reads in its own way. A value that no partition can have is refused with the same
@@ -87,7 +87,7 @@ def recast_rows(rows: DataFrame, planned: RecastColumns, scratch: Path) -> DataF
 
 
 def refuse_misfit_rows(schema: TableSchema, names: Collection[str], rows: DataFrame) -> None:
-    """Refuse values in these columns that cannot be read back from a partition, with a Spark job."""
+    """Refuse values that cannot be read back from a partition. A Spark job checks these columns."""
     for column in schema.columns:
         if column.name in names and not rows.where(is_misfit(column, column_named(column.name))).isEmpty():
             raise partition_value_error(schema, column.name)

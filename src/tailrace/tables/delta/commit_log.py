@@ -120,7 +120,7 @@ def has_commits(folder: Path) -> bool:
 
 
 def is_newest_version(folder: Path, version: int) -> bool:
-    """Return whether a version is the newest, by the log's file names; the newest is never removed."""
+    """Return whether a version is the newest, by the log's file names. The newest is never removed."""
     return _commit_path(folder, version).exists() and not _commit_path(folder, version + 1).exists()
 
 
@@ -219,7 +219,7 @@ def has_token(folder: Path, version: int, token: str) -> bool:
 
 
 class CommitFiles(NamedTuple):
-    """A commit's effect on a table's files; all zero where the log no longer has the commit."""
+    """A commit's effect on a table's files. All zero where the log no longer has the commit."""
 
     added: int = 0
     removed: int = 0
@@ -356,7 +356,7 @@ _ID_CHARS = 20
 
 
 def vector_file(vector: dict[str, Any] | None) -> str | None:
-    """Return the name of a deletion vector's file; None if it is not one of the table's own."""
+    """Return the name of a deletion vector's file. None if it is not one of the table's own."""
     if vector is None or vector["storageType"] != "u":
         return None
     prefix, encoded = vector["pathOrInlineDv"][:-_ID_CHARS], vector["pathOrInlineDv"][-_ID_CHARS:]

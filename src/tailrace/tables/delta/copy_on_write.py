@@ -120,7 +120,7 @@ class _FoldedSource:
     added: frozenset[int]
     """Ordinals of the columns that an amended row takes."""
     ended: int | None
-    """The source row for table rows that no other one concerns; not a new row itself."""
+    """The source row for table rows that no other one concerns. Not a new row itself."""
 
     @classmethod
     def of(cls, spec: TableSpec, schema: TableSchema, table: DeltaTable, folded: FoldedChanges) -> _FoldedSource:
@@ -157,7 +157,7 @@ class _FoldedSource:
         own = self.own.take(pa.array(sources))
 
         def value_indices(takes: Flags) -> Any:
-            """Return the index of each row's value: in the batch or, after it, in the source rows."""
+            """Return the index of each row's value. It is in the batch or, after it, in the source rows."""
             found = np.arange(batch.num_rows)
             found[rows[takes]] = batch.num_rows + np.flatnonzero(takes)
             return pa.array(found[stays])
@@ -360,7 +360,7 @@ class _HistoryRules:
 
 
 class _KeylessRules:
-    """Rules for a keyless table: remove the folded number of copies of each row, whichever they are.
+    """Rules for a keyless table. They remove the folded number of copies of each row, whichever they are.
 
     Also used for tables that rows are only added to.
     """

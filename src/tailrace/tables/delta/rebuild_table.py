@@ -4,9 +4,9 @@ The new table is made next to the old one, or at its path, and swapped in. (For 
 iceberg_rebuild.py`.)
 
 Invariant: the table is not touched before the one commit that swaps. After it, the table is the new one with its
-position. Data files are shared, not copied: a version or a kept load is restored by links to its files, and the new
-table gets its files by links under names of their own. A crash before the swap leaves files that no commit names; the
-next rebuild removes them.
+position. Data files are shared, not copied. A version or a kept load is restored by links to its files. The new table
+gets its files by links under names of their own. A crash before the swap leaves files that no commit names; the next
+rebuild removes them.
 """
 
 from __future__ import annotations

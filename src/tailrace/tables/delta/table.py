@@ -1,4 +1,4 @@
-"""Write Delta tables on one machine, without a jar or JVM: our files, committed by delta-rs.
+"""Write Delta tables on one machine, without a jar or JVM. We write the files, and delta-rs commits them.
 
 Every commit is a compare-and-swap on the version that was read, and has our position. There is no other way to write
 here. (Only a change of partitioning, which replaces all rows, checks the version first and then commits.) Everything
@@ -553,7 +553,7 @@ class DeltaRsTable:
         return sum(file.size for file in files)
 
     def set_columns(self, opened: OpenedDelta, stored: TableSchema, plan: RecastColumns, schema: TableSchema) -> None:
-        """Set the columns of a table with column mapping, when no value changes; no file is touched."""
+        """Set the columns of a table with column mapping, when no value changes. No file is touched."""
         refuse_unknown(self._path, opened.table)
         raw = RawDeltaCommit(folder=opened.folder, table=opened.table)
         record = replace(opened.commit_record, schema=schema)

@@ -1,4 +1,4 @@
-"""Plan what a schema change means for a lake table: a recast, a reload or a stop.
+"""Plan a lake table's reaction to a schema change. It is a recast, a reload or a stop.
 
 Nothing is lost silently. A change is applied by a recast only if it provably leaves existing rows as they were, or
 changes them in a known way. Otherwise the rows are read again from the source.
@@ -74,7 +74,7 @@ _OWED = "a load of it was not committed"
 EvolutionStep = Recast | ReloadNeeded | SchemaChanged
 """The next step for a table; `SchemaChanged` is the error that it stops with."""
 ParseValue = Callable[[Column, str], pa.Scalar | None]
-"""Parse a constant's text as a value of the column; None if its type cannot hold it."""
+"""Parse a constant's text as a value of the column. None if its type cannot hold it."""
 
 
 def no_value(_: Column, __: str) -> pa.Scalar | None:
@@ -89,7 +89,7 @@ def plan_evolution(
     value_of: ParseValue,
     spec: TableSpec = PLAIN_MIRROR,
 ) -> EvolutionStep | None:
-    """Plan the step for a table of schema `old` when rows of schema `new` arrive; None: nothing to do."""
+    """Plan the step for a table of schema `old` when rows of schema `new` arrive. None: nothing to do."""
     if old.covers(new):
         return None
     if old.table != new.table:

@@ -1,4 +1,4 @@
-"""Fold changes of one table to its last state: one row per key, or per image without a key.
+"""Fold changes of one table to its last state. That is one row per key, or per image without a key.
 
 Invariant: *unsent is not null*. A value that the server did not send is taken from the row's previous state in the
 batch, through any chain of key moves. Otherwise it is taken from the table's row under the key that the chain began
@@ -120,7 +120,7 @@ def key_ordinals(schema: TableSchema) -> list[int]:
 
 
 def fold(schema: TableSchema, changes: pa.Table, *, can_refetch: bool = False) -> FoldedChanges:
-    """Fold changes that are in `_seq` order; optional columns may be missing, unknown ones are ignored.
+    """Fold changes that are in `_seq` order. Optional columns may be missing, unknown ones are ignored.
 
     With `can_refetch` a row may lack values that have no base: the code that applies it refetches the row.
     """
@@ -197,7 +197,7 @@ def _fold_keyed(batch: FoldInput, *, can_refetch: bool) -> pa.Table:
 
 
 class KeyNumbers:
-    """Every key of the batch as a number: each row's own, and its old one if it moved (else -1)."""
+    """Every key of the batch as a number. A row has its own, and its old one if it moved (else -1)."""
 
     def __init__(self, batch: FoldInput) -> None:
         ordinals = key_ordinals(batch.schema)
@@ -232,7 +232,7 @@ class KeyNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class UnsentValues:
-    """The values that the server did not send: a flag per row for each column that has any."""
+    """Unsent values of a batch. There is a flag per row for each column that has any."""
 
     ordinals: list[int]
     flags: Flags
@@ -308,7 +308,7 @@ def _follow(
     left_at: Ints,
     moved: Flags,
 ) -> int:
-    """Walk the changes in order; return the first row whose unsent values have no base, or -1.
+    """Walk the changes in order. Return the first row whose unsent values have no base, or -1.
 
     With `can_refetch` such rows are allowed. A deleted key keeps its last state until it is used again, and `left_at`
     records when it was deleted. Only the row right after that may take values from it, as the other half of a key move.
@@ -349,7 +349,7 @@ def _follow(
 
 
 def _fold_keyless(batch: FoldInput) -> pa.Table:
-    """Return the net copies per image: +1 for an inserted row, -1 for a deleted one."""
+    """Return the net copies per image. An inserted row counts +1, a deleted one -1."""
     unsent = UnsentValues.of(batch)
     if unsent is not None:
         row = int(np.argmax(unsent.flags.any(axis=1)))

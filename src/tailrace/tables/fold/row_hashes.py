@@ -34,7 +34,7 @@ def hash_keys(columns: Sequence[Any], seed: int) -> RowHashes:
 
 
 class RowHashSet:
-    """A set of hashes to look up others in: 16 bytes each, and 24 more while it is built."""
+    """A set of hashes to look up others in. It takes 16 bytes each, and 24 more while it is built."""
 
     def __init__(self, hashes: RowHashes) -> None:
         order = np.argsort(hashes[:, 0])
@@ -46,7 +46,7 @@ class RowHashSet:
         return int(self._first.size)
 
     def find(self, hashes: RowHashes) -> Ints:
-        """Return the index of each hash in the set; -1 if it is not in it."""
+        """Return the index of each hash in the set, or -1."""
         found = np.full(len(hashes), -1, np.int64)
         order = np.argsort(hashes[:, 0])  # in this order, neighbouring lookups are close in memory
         start = np.empty(len(hashes), np.int64)

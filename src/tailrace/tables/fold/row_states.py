@@ -37,7 +37,7 @@ _UPDATED, _DELETED, _TRUNCATED = Operation.UPDATE.code, Operation.DELETE.code, O
 
 
 class RowStates:
-    """The states of a batch of changes in order; each array has one value per state."""
+    """The states of a batch of changes in order. Each array has one value per state."""
 
     def __init__(self, schema: TableSchema, changes: pa.Table, *, can_refetch: bool = False) -> None:
         self._schema = schema
@@ -85,7 +85,7 @@ class RowStates:
         return flags
 
     def rows(self, which: Ints, stored: TableSchema, added: list[pa.Array], operations: Codes) -> pa.Table:
-        """Return states as folded rows of the table's schema: the source's columns, then the added ones."""
+        """Return states as folded rows of the table's schema. The source's columns are first, then the added ones."""
         ordinals, keys = range(len(self._schema.columns)), set(key_ordinals(self._schema))
         picked, missing = [], np.zeros((which.size, len(ordinals)), np.bool_)
         for ordinal in ordinals:
@@ -135,7 +135,7 @@ def _walk(
     moved: Flags,
     first: Flags,
 ) -> int:
-    """Walk the changes in order; return the number of states, or an error code below zero.
+    """Walk the changes in order. Return the number of states, or an error code below zero.
 
     The code -i - 1 means that change i lacks values and has no base. If rows can be refetched, such a state has no root
     instead: no row of the table is its base.

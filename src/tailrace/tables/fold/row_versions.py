@@ -84,7 +84,7 @@ def latest_times(changes: pa.Table) -> Ints:
 
 
 class _Runs:
-    """Runs of states of one key made by one transaction, in order; each with its first and last state."""
+    """Runs of states of one key made by one transaction, in order. Each with its first and last state."""
 
     def __init__(self, states: RowStates, txs: Ints) -> None:
         order = np.argsort(states.key, kind="stable")

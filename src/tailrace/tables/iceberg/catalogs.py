@@ -1,4 +1,4 @@
-"""Find an Iceberg table's newest metadata: in a folder of numbered files, or through a catalog.
+"""Find an Iceberg table's newest metadata. It is in a folder of numbered files, or known to a catalog.
 
 A catalog is configured in the settings, and is plain data: Spark may send it to its workers. The metadata is read here
 without Java, so a command or the start of a pipeline can find a table's position without Spark. Commits are made by the

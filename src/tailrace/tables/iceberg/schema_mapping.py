@@ -58,13 +58,13 @@ A decimal may also get more digits before its point.
 
 
 def fresh_fields(columns: Sequence[Column]) -> list[Field]:
-    """Assign ids from one: first to the columns, then to what is nested in them, as Iceberg does."""
+    """Assign ids from one, as Iceberg does. The columns are first, then their nested fields."""
     numbers = itertools.count(len(columns) + 1)
     return [_field(number, column, numbers) for number, column in enumerate(columns, start=1)]
 
 
 def recast_fields(old_fields: Sequence[Field], plan: RecastColumns, last: int) -> list[Field] | None:
-    """Return the columns after a schema change that keeps every file; None if rows must be rewritten.
+    """Return the columns after a schema change that keeps every file. None if rows must be rewritten.
 
     `last` is the highest id that a column of the table ever had.
     """
@@ -139,7 +139,7 @@ def _widens(one: Any, other: Any) -> bool:
 
 
 def columns_of(fields: Sequence[Field]) -> dict[str, pa.DataType]:
-    """Return the columns' types in table order; columns that others have added may have a null type."""
+    """Return the columns' types in table order. Columns that others have added may have a null type."""
     return {field["name"]: _arrow(field["type"]) for field in fields}
 
 

@@ -25,7 +25,7 @@ from tailrace.tables.table_paths import folder_taken
 METADATA, DATA = "metadata", "data"
 """The folders that the connector makes in a table's folder."""
 STAGED = "_staged"
-"""Folder in a table's folder for a load's files; the table gets them under another name."""
+"""Folder in a table's folder for a load's files. The table gets them under another name."""
 REBUILT = "rebuilt"
 """Folder in a table's folder for rebuilds.
 
@@ -69,7 +69,7 @@ class IcebergTable:
         return 0 if (found := self.metadata()) is None else found.rows()
 
     def version(self) -> int | None:
-        """Return the newest snapshot's id, by which readers select it; None if there is no table."""
+        """Return the newest snapshot's id, by which readers select it. None if there is no table."""
         return None if (found := self.metadata()) is None else found.snapshot
 
     def identity(self, _version: int | None = None) -> str | None:

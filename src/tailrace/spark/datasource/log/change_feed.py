@@ -1,4 +1,4 @@
-"""Turn changes into the columns of Spark's `changes` and Delta's change data feed, by the same rules.
+"""Turn changes into the columns of Spark's `changes` and Delta's change data feed. Both follow the same rules.
 
 - `_change_type` is `insert`, `delete`, `update_preimage` or `update_postimage`. A row has all its values, also in a
   delete. So the source must send whole old rows.
@@ -120,7 +120,7 @@ def find_unsupported(batch: ChangeBatch, numbers: Int64Array) -> tuple[int, Tail
 
 
 def _keyed(batch: ChangeBatch, schema: TableSchema) -> pa.RecordBatch:
-    """Return the rows in the view's schema, with the key that each had when it was written.
+    """Return the rows in the view's schema. Each has the key that it had when written.
 
     That key may not be the view's own.
     """

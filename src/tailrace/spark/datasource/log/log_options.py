@@ -157,7 +157,7 @@ class LogOptions:
                 raise option_error(name, why, hint)
 
     def names_explicitly(self, table: TableId) -> bool:
-        """Return whether a requested table is requested by its name, and not by a pattern alone."""
+        """Return whether a table is requested by its name, not only by a pattern."""
         return self.table is not None or any(pattern.table == table for pattern in self.tables)
 
     def matches(self, table: TableId) -> bool:
@@ -188,7 +188,7 @@ def _limit(parse: Callable[[str, str], int], name: str, values: Mapping[str, str
 
 
 def _log_location(values: Mapping[str, str]) -> str:
-    """Return where the log is: at `log` or `load(…)`, which mean the same, else next to the query's checkpoint."""
+    """Return the log's location. `log` and `load(…)` mean the same; else it is next to the query's checkpoint."""
     paths = {name: values.get(name, "").strip() for name in ("log", "path", "checkpointLocation")}
     if paths["log"] and paths["path"] and _normalised(paths["log"]) != _normalised(paths["path"]):
         raise option_error("log", "names another log than `load(…)` does", "Give one of them.")

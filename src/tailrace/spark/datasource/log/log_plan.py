@@ -1,4 +1,4 @@
-"""Plan what one Spark reader reads of a change log: which commits, how far, and which task reads what.
+"""Plan the reads of one Spark reader of a change log. Decides the commits, the end, and each task's part.
 
 A step ends on a commit that has rows of the requested tables. It never passes a commit where rows are missing, or whose
 rows the DataFrame cannot hold. Everything before such a commit is delivered, and then the error is raised. The rows of
@@ -31,7 +31,7 @@ _ENVELOPE_HINT = " Or set `onSchemaChange` to `envelope`, with which a stream co
 
 @dataclass(frozen=True, kw_only=True)
 class LogPart:
-    """Rows that one task reads: of these commits and tables, after a `_seq` and up to another."""
+    """Rows that one task reads. They are of these commits and tables, after a `_seq` and up to another."""
 
     log_id: str
     tables: frozenset[int]
@@ -75,7 +75,7 @@ class LogPlanner:
         return max([*trimmed, *(item.last for item in self._slices(LogOffset(0), newest, tables))], default=0)
 
     def tables(self, upto: int) -> frozenset[int]:
-        """Return the log's numbers of the requested tables that have, or had, rows up to a commit."""
+        """Return the log's numbers of requested tables that ever had rows up to a commit."""
         if self._known[0] < upto:
             self._index.grow(upto)
             if self._known[0] < 0:
@@ -160,7 +160,7 @@ class LogPlanner:
         return sorted(slices, key=lambda item: (item.last_seq, item.first))
 
     def _reachable_end(self, after: LogOffset, to: int, slices: Sequence[Slice]) -> tuple[int, TailraceError | None]:
-        """Return how far it is possible to read, and the error that stops the reader there."""
+        """Return the last readable offset, and the error that stops the reader there."""
         end = to
         error: TailraceError | None = None
         self._coverage.refresh(to, self.tables(to))
@@ -186,7 +186,7 @@ class LogPlanner:
         return None
 
     def _first_unsupported(self, item: Slice, after: LogOffset) -> tuple[int, TailraceError] | None:
-        """Return the first commit after an offset that a change feed cannot represent, and the error.
+        """Return the first commit that a change feed cannot represent, and the error. Looks after an offset.
 
         Rows are read only here. The result is kept, so that they are not read again with every micro-batch.
         """

@@ -58,7 +58,7 @@ def resolve_frame(options: LogOptions) -> LogFrame:
 
 
 def _versions(options: LogOptions) -> list[TableSchema]:
-    """Return every known schema of the table, oldest first: the log's and, with `url`, the source's.
+    """Return every known schema of the table, oldest first. Includes the log's and, with `url`, the source's.
 
     For a table that never changed it is the schema that the capture has seen.
     """
@@ -137,7 +137,7 @@ def _refuse_unknown(options: LogOptions) -> None:
 
 
 def _refuse_missing(options: LogOptions) -> None:
-    """Refuse a literal name that neither the log nor the source has, where the stream itself captures."""
+    """Refuse a literal name that neither log nor source has. Only where the stream itself captures."""
     log = _open_log(options) if _has_log(options.log_path) else None
     if new := [table for table in _named_tables(options) if log is None or not log.schemas.numbers_named(table)]:
         _source_schemas(options, new)

@@ -1,4 +1,4 @@
-"""The common part of streams over a change log, for every Spark version: offsets, rows, and what is done.
+"""Common part of streams over a change log, for every Spark version. Offsets, rows, and finished work.
 
 An offset is a commit's number and the log's id. So a checkpoint fits one log and no other. After any kill the same
 offsets mean the same rows. A commit is never split. The log may trim what lies before the `start` of the next
@@ -117,7 +117,7 @@ class LogStream(DataSourceStreamReader):
         return start
 
     def _wait_if_idle(self, start: Offset) -> None:
-        """Wait for a log in an object store to grow, if the last look found nothing.
+        """Wait for a log in an object store, if the last look found nothing.
 
         Spark asks again every 10 ms, and there every look is a request that costs money.
         """
@@ -250,7 +250,7 @@ class RefusedStream(DataSourceStreamReader):
 
 
 def _id_of(path: LogPath) -> str | None:
-    """Return the log's id; None if there is no log yet, or nothing is in it."""
+    """Return the log's id. None if there is no log yet, or nothing is in it."""
     try:
         log = ChangeLog.open(path)
     except LogUnreachable:

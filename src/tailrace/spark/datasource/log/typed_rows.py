@@ -117,7 +117,7 @@ def envelope_rows(batch: ChangeBatch, commits: Int64Array) -> dict[str, pa.Array
 
 
 def _as_object(structs: pa.StructArray, own: Sequence[str]) -> pa.StructArray:
-    """Return the structs with the columns' own names: those in the log may have one underscore more."""
+    """Return the structs with the columns' own names. Those in the log may have one underscore more."""
     stored = {change.stored_name(name): name for name in own}
     names = [field.name for field in structs.type]
     columns = [pc.struct_field(structs, name) for name in names]

@@ -119,7 +119,7 @@ def _object_head(fields: int) -> bytes:
 
 
 def _dictionary(names: Sequence[str]) -> bytes:
-    """Return the encoded names, in the order of the numbers by which fields refer to them."""
+    """Return the encoded names, ordered by the numbers that fields use for them."""
     texts = [name.encode() for name in names]
     offsets = np.array([0, *map(len, texts)], np.int64).cumsum()
     sorted_version_1 = 0x11 | ((_OFFSET_BYTES - 1) << 6)

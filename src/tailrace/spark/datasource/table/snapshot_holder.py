@@ -109,7 +109,7 @@ def _session_name(what: str, number: str) -> str:
 
 
 def _read_line(file: int, deadline: float) -> bytes:
-    """Return one line; nothing if the input ends before, or it is not there in time."""
+    """Return one line. Nothing if the input ends before, or it is not there in time."""
     line = b""
     while not line.endswith(b"\n"):
         ready, _, _ = select.select([file], [], [], max(0.0, deadline - time.monotonic()))
@@ -121,7 +121,7 @@ def _read_line(file: int, deadline: float) -> bytes:
 
 
 def main() -> int:
-    """Export a snapshot, send its name, and hold it for as long as it is needed."""
+    """Export a snapshot, send its name, and hold it while it is needed."""
     number, request = sys.argv[1], json.loads(sys.stdin.buffer.readline())
     try:
         with connect(request["url"]) as connection:

@@ -1,4 +1,4 @@
-"""Parse the options of a read of a database table, and describe what one task reads."""
+"""Parse the options of a database read, and describe each task's part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spark.read.format("cdc")` of a database: a table as a DataFrame, read in parallel and as of one moment.
+"""`spark.read.format("cdc")` of a database. It returns a table as a DataFrame, read in parallel as of one moment.
 
 The table is cut into chunks. Every task reads its own in one exported snapshot, which a separate process holds
 (`snapshot_holder.py`). So the rows are those of one moment, however long the read takes. Types are those of a load.
