@@ -73,7 +73,7 @@ class Apply:
         for engine in set(ENGINES) - set(engines):
             progress(f"{engine}: NOT MEASURED, there is no {_python(engine)}; `make engines` makes it")
         cells: list[Cell] = []
-        told: dict[str, Any] = {}
+        cpu_seconds: dict[str, Any] = {}
         for size, rows in SIZES.items():
             with ours.new_folder() as folder:
                 try:
@@ -95,7 +95,7 @@ class Apply:
                         )
                     )
                     if engine == "delta-rs":
-                        told[_cell(engine, size)] = [
+                        cpu_seconds[_cell(engine, size)] = [
                             [round(took[side]["cpu"], 2) for side in ("ours", "peer")] for took in found["rounds"]
                         ]
                     described["versions"] |= found["versions"]
@@ -107,7 +107,7 @@ class Apply:
             setup={
                 "ours": SUBJECT,
                 "workload": f"{changes:,} changes, 50/40/10 inserts, updates and deletes, in {BATCHES} micro-batches",
-                "cpu_seconds_ours_and_peer": told,
+                "cpu_seconds_ours_and_peer": cpu_seconds,
             },
             scale=scale,
         )

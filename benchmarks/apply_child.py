@@ -53,27 +53,27 @@ class Ours:
 
     def __init__(self, log: Path, layout: LakeLayout, table: TableId, run: Callable[[ApplyWork], Outcome]) -> None:
         self._log = ChangeLog.open(log)
-        self._lives = TableRegistry(self._log, layout)
+        self._registry = TableRegistry(self._log, layout)
         self._run = run
-        self._lives.refresh_index()
-        self._life = self._lives.add(table)
+        self._registry.refresh_index()
+        self._managed = self._registry.add(table)
         self._ends = [seal.last for seal in self._log.seal_index.seals]
 
     def apply(self, number: int) -> None:
-        managed, end = self._life, self._ends[number]
-        self._lives.refresh_index()
-        stretch = self._lives.next_range(managed, end)
-        assert stretch is not None, "there are changes"
+        managed, end = self._managed, self._ends[number]
+        self._registry.refresh_index()
+        apply_range = self._registry.next_range(managed, end)
+        assert apply_range is not None, "there are changes"
         assert managed.applied_position is not None, "it is loaded"
         assert managed.schema is not None, "it is loaded"
         work = ApplyWork(
             table=managed.table,
             log=self._log.path,
             location=managed.location,
-            slices=stretch.slices,
+            slices=apply_range.slices,
             schema=managed.schema,
             expected=managed.applied_position,
-            position_after=stretch.position_after,
+            position_after=apply_range.position_after,
         )
         outcome = self._run(work)
         if outcome.error is not None:
@@ -197,7 +197,7 @@ def main() -> int:
 
 
 def _take_turns(sides: dict[str, Side], batches: int) -> dict[str, dict[str, float]]:
-    """The seconds and CPU-seconds of each side; the latter are this process's, not those of a Java beside it."""
+    """The seconds and CPU-seconds of each side; the latter are this process's, not those of its Java."""
     took = {side: {"wall": 0.0, "cpu": 0.0} for side in sides}
     for number in range(batches):
         for side in sorted(sides, reverse=number % 2 == 1):

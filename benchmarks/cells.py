@@ -1,4 +1,4 @@
-"""A bench of several figures, or of one that is no rate of rows: each cell is held to a limit of its own.
+"""Benches of several figures, or of one that is not a rate of rows. Each cell has a limit of its own.
 
 What a cell compares stays inside a round, as in `measure`: ours and the peer follow each other, the ratio is
 theirs, and the median is taken over the rounds. `ratio` is always better when higher: where the values are
@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One round of one cell: our value and the one it is held against."""
+    """One round of one cell: our value and the one it is compared with."""
 
     ours: float
     peer: float
@@ -35,7 +35,7 @@ class Cell:
     name: str
     unit: str
     must_reach: float | None
-    """None: it is told and held to nothing; `peer` says what it stands beside."""
+    """Limit of the ratio. None: the cell is shown without a limit; `peer` names what it is compared with."""
     pairs: tuple[Pair, ...]
     costs: bool = True
     """Whether the values are costs, so that less is better; else they are rates."""
@@ -142,5 +142,5 @@ class CellsResult:
 
 
 def _significant(value: float) -> float:
-    """Keep four digits, whatever the size: milliseconds and rows per second stand in the same field."""
+    """Keep four digits, whatever the size: milliseconds and rows per second share one field."""
     return float(f"{value:.4g}")

@@ -100,6 +100,6 @@ def _install() -> None:
         for command in (make, install):
             subprocess.run(command, check=True, stdout=sys.stderr, timeout=INSTALL_SECONDS_MAX)
     except subprocess.SubprocessError as exc:
-        raise BenchError(f"could not install {REQUIREMENT}", hint="Is PyPI reachable? Details stand above.") from exc
+        raise BenchError(f"could not install {REQUIREMENT}", hint="Is PyPI reachable? See the details above.") from exc
     (ENVIRONMENT / ".gitignore").write_text("*\n")
     (ENVIRONMENT / "installed").write_text(REQUIREMENT)

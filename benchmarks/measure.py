@@ -2,7 +2,7 @@
 
 The ratio is taken inside a round, between two runs that follow each other, and only then is the median
 taken over the rounds. A machine that is slow for a minute is slow for both sides of a round, so the ratio
-stands where the two rates would not. The spread is printed beside it because a median alone hides how much
+is stable where the two rates are not. The spread is printed next to it because a median alone hides how much
 to trust it.
 """
 
@@ -17,7 +17,7 @@ from benchmarks.cells import CellsResult
 
 
 class BenchError(Exception):
-    """A bench could not be measured; `hint` tells the person who ran it what to do."""
+    """A bench could not be measured; `hint` says what to do."""
 
     def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(message)

@@ -1,9 +1,9 @@
 """Our side of every bench: a change capture that drains a slot into a durable change log.
 
-It runs in a process of its own, as `tailrace run` does it, so that its CPU time and memory are its alone
+It runs in a process of its own, as `tailrace run` does it, so that its CPU time and memory are its alone,
 and nothing that the harness imported or compiled helps it. `ours_child.py` is that process where a rate or CPU
-time is measured: it captures to a position and ends. Where the whole process counts, whatever it does beside
-capturing, it is `tailrace capture` itself.
+time is measured: it captures to a position and ends. Where the whole process counts, with all its other work,
+it is `tailrace capture` itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.measure import BenchError, Measured
 DRAIN_SECONDS_MAX = 600.0
 START_SECONDS_MAX = 60.0
 STOP_SECONDS_MAX = 60.0
-# What the figures of our side are figures of; it stands beside them in every report.
+# The subject of our side's figures. Every report shows it next to them.
 SUBJECT = "Tailrace: slot decoded to typed columns in a durable change log, fsync on"
 REPOSITORY = Path(__file__).resolve().parent.parent
 SPARK_VENV = Path(os.environ.get("TAILRACE_SPARK_VENV", REPOSITORY / ".venv-spark"))
@@ -83,7 +83,7 @@ def run_child(
     except subprocess.TimeoutExpired as exc:
         raise BenchError(f"{module} did not end within {seconds_max:.0f} s", hint="Run it alone and look.") from exc
     if done.returncode != 0:
-        raise BenchError(f"{module} ended with code {done.returncode}", hint="Its own message stands above.")
+        raise BenchError(f"{module} ended with code {done.returncode}", hint="See its own message above.")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
@@ -113,7 +113,7 @@ def capturing(
 
 @contextmanager
 def running(*arguments: str, said: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`tailrace` in a process of its own that must not end before it is told to."""
+    """`tailrace` in a process of its own that must not end before it is stopped."""
     with said.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "tailrace", *arguments],
@@ -147,7 +147,7 @@ def _wait_until_streaming(capture: subprocess.Popen[bytes], url: str, said: Path
 
 
 def memory_peak_bytes(process: int | str) -> int | None:
-    """Read the most memory that a process has held so far; None where the kernel does not tell."""
+    """Read the most memory that a process has held so far; None where the kernel does not say."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:

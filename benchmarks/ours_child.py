@@ -3,8 +3,8 @@
 usage: python -m benchmarks.ours_child URL SLOT PUBLICATION UNTIL_LSN LOG_FOLDER
 
 What is timed must be what a user gets: the clock starts before the connection is opened and stops when the
-last commit is durable and confirmed. Only work that a capture process does once in its life, importing and
-loading compiled kernels, comes before it. Rows are counted once they are durable, never when received.
+last commit is durable and confirmed. Only the one-time work of a capture process, importing and
+loading compiled kernels, is before that. Rows are counted once they are durable, never when received.
 """
 
 from __future__ import annotations

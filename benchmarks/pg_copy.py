@@ -168,7 +168,7 @@ def _get_adbc() -> None:
     try:
         subprocess.run([*install, "--quiet", *wanted], check=True, stdout=sys.stderr, timeout=SECONDS_MAX)
     except subprocess.SubprocessError as exc:
-        raise BenchError("could not install ADBC", hint="Is PyPI reachable? Details stand above.") from exc
+        raise BenchError("could not install ADBC", hint="Is PyPI reachable? See the details above.") from exc
     importlib.invalidate_caches()
 
 

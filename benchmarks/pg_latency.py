@@ -147,7 +147,7 @@ def _answer(process: subprocess.Popen[str], name: str, seconds_max: float) -> di
     except subprocess.TimeoutExpired as exc:
         raise BenchError(f"{name} did not end in time", hint="Is the machine busy with other work?") from exc
     if process.returncode != 0:
-        raise BenchError(f"{name} ended with code {process.returncode}", hint="Its message stands above.")
+        raise BenchError(f"{name} ended with code {process.returncode}", hint="See its message above.")
     answer: dict[str, float] = json.loads(said.splitlines()[-1])
     return answer
 

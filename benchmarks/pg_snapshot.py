@@ -109,7 +109,7 @@ class Loader:
         self._said = said
 
     def load(self, table: str, publication: str, rows: int, folder: Path) -> tuple[Measured, dict[str, Any]]:
-        """Load the table into a new folder; what it took, and what else is told of it."""
+        """Load the table into a new folder. Return the measurement and the further figures."""
         asked = {"table": table, "publication": publication, "rows": rows, "folder": str(folder)}
         answer = ""
         with suppress(BrokenPipeError):
@@ -119,10 +119,10 @@ class Loader:
         if not answer:
             raise BenchError("a Spark driver ended", hint=self._said.read_text()[-2000:])
         found = json.loads(answer)
-        told = {"parts": found.pop("parts")}
+        further = {"parts": found.pop("parts")}
         if found["rows"] != rows:
             raise BenchError(f"{found['rows']} of {rows} rows were loaded", hint="Look for lost or repeated rows.")
-        return Measured(**found), told
+        return Measured(**found), further
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:
@@ -161,12 +161,12 @@ def _round(mine: Loader, peer: Loader, rows: int, number: int) -> tuple[Measured
     with ours.new_folder() as folder:
         runs, sums = [], []
         for name, side in (("ours", mine), ("jdbc", peer)):
-            run, told = side.load("orders", PUBLICATION, rows, folder / name)
+            run, further = side.load("orders", PUBLICATION, rows, folder / name)
             runs.append(run)
             sums.append(checksum(folder / name / "lake"))
             progress(
                 f"{f'round {number}' if number else 'warming'}, {name}: {run.wall_seconds:.2f} s, "
-                f"{run.rate:,.0f} rows/s, cpu {run.cpu_seconds:.2f} s, {told['parts']} parts, a worker of at most "
+                f"{run.rate:,.0f} rows/s, cpu {run.cpu_seconds:.2f} s, {further['parts']} parts, a worker of at most "
                 f"{(run.memory_peak_bytes or 0) / 2**20:,.0f} MiB"
             )
     if sums[0] != sums[1] or sums[0][0] != rows:

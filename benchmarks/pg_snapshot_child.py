@@ -1,4 +1,4 @@
-"""A Spark driver that loads a table into Delta each time it is told to, for `pg_snapshot.py` and `snapshot_growth.py`.
+"""A Spark driver that loads a table into Delta on request, for `pg_snapshot.py` and `snapshot_growth.py`.
 
 usage: python -m benchmarks.pg_snapshot_child ours|jdbc URL SCRATCH [JAR]
 
@@ -83,8 +83,8 @@ def main() -> int:
         source = Source(jvm.open_session(), url)
         source.spark.dataSource.register(StagedSink)
         for line in sys.stdin:
-            told = json.loads(line)
-            asked = Asked(**told | {"folder": Path(told["folder"])})
+            request = json.loads(line)
+            asked = Asked(**request | {"folder": Path(request["folder"])})
             print(json.dumps(_measure(load, source, asked)), flush=True)
     finally:
         jvm.kill()
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def _measure(load: Callable[[Source, Asked, Plan], int], source: Source, asked: Asked) -> dict[str, Any]:
-    plan = _plan(source.url, asked)  # for the peer, who must be told how to cut the table and what its types are
+    plan = _plan(source.url, asked)  # the peer needs it to cut the table and to know its types
     cpu, wall = _tree_cpu_seconds(), time.perf_counter()
     rows = load(source, asked, plan)
     wall, cpu = time.perf_counter() - wall, _tree_cpu_seconds() - cpu
@@ -179,8 +179,8 @@ class StagedSink(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         options = self.options
-        shape = TableSchema.from_json(json.loads(options["schema"]))
-        return StagedWriter(Path(options["lake"]), shape, Path(options["answers"]))
+        table_schema = TableSchema.from_json(json.loads(options["schema"]))
+        return StagedWriter(Path(options["lake"]), table_schema, Path(options["answers"]))
 
 
 class StagedWriter(DataSourceArrowWriter):

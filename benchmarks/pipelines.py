@@ -1,6 +1,6 @@
-"""`tailrace run` as a user has it, in a process of its own, and a reader that looks when a row can be seen in the lake.
+"""`tailrace run` in a process of its own, and a reader that detects when rows are visible in the lake.
 
-The reader knows nothing of positions or of the log: it opens the Delta table anew, as one who has never seen it, and
+The reader does not know positions or the log. It opens the Delta table like a reader that has never seen it, and
 takes the largest key that the files of the newest version hold, from Delta's own statistics. A load that inserts keys
 in rising order, never deletes its newest, and commits them table by table is seen transaction by transaction that way.
 """
@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.5
 
 @contextmanager
 def running(folder: Path, url: str, tables: int, *, load_seconds_max: float) -> Iterator[Path]:
-    """The folder of the lake, from when all tables are live; started in the same folder again it goes on."""
+    """Yield the folder of the lake once all tables are live. A second start in the same folder continues there."""
     folder.mkdir(parents=True, exist_ok=True)
     settings, log, lake, said = (folder / name for name in ("bench.yaml", "log", "lake", "run.log"))
     settings.write_text(

@@ -31,7 +31,7 @@ CONFIRMED_SLACK_BYTES = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class Backlog:
-    """What every slot holds: all row changes end at or before `end_lsn`, and WAL goes on after it."""
+    """What every slot holds: all row changes end at or before `end_lsn`, and WAL continues after it."""
 
     rows: int
     end_lsn: str
@@ -63,7 +63,7 @@ class Peer(Protocol):
 
     @property
     def confirms(self) -> bool:
-        """Whether it has told the server, on return, that it read to the backlog's end."""
+        """True if it has confirmed the backlog's end to the server on return."""
         ...
 
     @property
@@ -170,7 +170,7 @@ class Comparison:
         def drain_ours(target: Target) -> Measured:
             run = ours.drain_into_log(target.url, target.slot, target.publication, backlog.end_lsn)
             if self.peer.from_first_batch:
-                assert run.delivering_seconds is not None, "our side always tells"
+                assert run.delivering_seconds is not None, "our side always reports it"
                 run = replace(run, wall_seconds=run.delivering_seconds)
             return run
 
@@ -231,8 +231,8 @@ def write_backlog(admin: Admin, workload: Workload, slots: list[str]) -> Backlog
     admin.execute(workload.changes.encode())
     seconds = time.perf_counter() - started
     end = str(ask(admin, "select pg_current_wal_insert_lsn()"))
-    # The checkpoint flushes the backlog and writes WAL after it. A reader told to stop at `end` needs to be
-    # shown a position at or past it, and at the very end of the WAL there might be none until the next write.
+    # The checkpoint flushes the backlog and writes WAL after it. A reader that stops at `end` needs to
+    # see a position at or past it, and at the very end of the WAL there might be none until the next write.
     admin.execute("checkpoint")
     wal_bytes = int(ask(admin, "select pg_wal_lsn_diff(%s, %s)", [end, begin]))
     progress(f"wrote {workload.rows:,} changes, {wal_bytes / 2**20:,.0f} MiB of WAL, in {seconds:.1f} s")

@@ -2,7 +2,7 @@
 
 usage: python -m benchmarks.read_back LOG
 
-One piece is held at a time, as any reader would. `dense` says whether every `_seq` was the one after the last.
+One piece is in memory at a time, as any reader would. `dense` says whether every `_seq` was the one after the last.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The peer `pg_recvlogical`: the server's own client, writing what it receives to /dev/null.
 
-It is started with the options ours uses (pgoutput, protocol 1, the same publication) and told to end at the
+It is started with the options ours uses (pgoutput, protocol 1, the same publication) and ends at the
 backlog's end. On the way out it confirms that position, which is how we know that it read everything.
 """
 
@@ -34,7 +34,7 @@ class PgRecvlogical:
         return {}
 
     def startup_seconds(self, target: Target, backlog: Backlog) -> float:
-        """Time the whole life of the process on a slot made after the backlog."""
+        """Time the whole process on a slot made after the backlog."""
         return self.drain(target, backlog).wall_seconds
 
     def drain(self, target: Target, backlog: Backlog) -> Measured:

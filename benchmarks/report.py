@@ -102,9 +102,7 @@ def _overview_line(name: str, peer_name: str, figure: Cell | Result) -> str:
 
 def _held_to(cell: Cell) -> str:
     return (
-        "held to nothing"
-        if cell.must_reach is None
-        else (f"must reach {_limit(cell.must_reach)}: {_verdict(cell.reached)}")
+        "no limit" if cell.must_reach is None else (f"must reach {_limit(cell.must_reach)}: {_verdict(cell.reached)}")
     )
 
 

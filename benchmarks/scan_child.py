@@ -2,7 +2,7 @@
 
 usage: python -m benchmarks.scan_child FOLDER TABLE ROUNDS
 
-The log is at FOLDER/log; the copy is written beside it. The last line printed is JSON.
+The log is at FOLDER/log; the copy is written next to it. The last line printed is JSON.
 """
 
 from __future__ import annotations

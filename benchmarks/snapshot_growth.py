@@ -96,13 +96,13 @@ def _round(mine: Loader, sizes: dict[str, int], number: int) -> dict[str, Measur
     found = {}
     with ours.new_folder() as folder:
         for name, rows in sizes.items():
-            run, told = mine.load(name, name, rows, folder / name)
-            held, _ = checksum(folder / name / "lake")
-            if held != rows:
-                raise BenchError(f"the table holds {held} of {rows} rows", hint="Look for lost or repeated rows.")
+            run, further = mine.load(name, name, rows, folder / name)
+            row_count, _ = checksum(folder / name / "lake")
+            if row_count != rows:
+                raise BenchError(f"the table holds {row_count} of {rows} rows", hint="Look for lost or repeated rows.")
             progress(
                 f"{f'round {number}' if number else 'warming'}, {rows:,} rows: {_seconds(run):.3f} s per million, "
-                f"{run.rate:,.0f} rows/s, cpu {run.cpu_seconds / rows * 1e6:.3f} s per million, {told['parts']} "
+                f"{run.rate:,.0f} rows/s, cpu {run.cpu_seconds / rows * 1e6:.3f} s per million, {further['parts']} "
                 f"parts, a worker of at most {_peak_mib(run):,.0f} MiB"
             )
             found[name] = run

@@ -1,4 +1,4 @@
-"""The load of `end_to_end.py`, and beside it, in a process of its own, the reader that looks when it is seen.
+"""The load of `end_to_end.py` and, in a process of its own, the reader that detects when it is visible.
 
 usage: python -m benchmarks.steady_load URL LAKE TABLES ROWS RATE SECONDS LATE_SECONDS_MAX
 
@@ -115,7 +115,7 @@ def main() -> int:
 
 
 def look(lake: Path, tables: int, seen: multiprocessing.Queue[tuple[int, float, int]], done: threading.Event) -> None:
-    """Open each table anew whenever it has a new version, and tell what the newest key in it is."""
+    """Open each table again whenever it has a new version, and report its newest key."""
     readers = [FreshReader(lake / f"t{table}") for table in range(tables)]
     for reader in readers:
         reader.newest_key()

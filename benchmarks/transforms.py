@@ -75,7 +75,7 @@ class TransformsBench:
     limits: dict[str, float] = field(default_factory=lambda: {HASH: HASH_TIMES_MIN})
 
     def run(self, rounds: int, scale: float) -> CellsResult:
-        """Each rule beside its peer, in every round."""
+        """Each rule next to its peer, in every round."""
         described = machine.describe(ours.log_parent_folder())
         batch = make_batch(ROWS)
         seconds = max(0.05, SECONDS * scale)

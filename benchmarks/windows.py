@@ -1,6 +1,6 @@
 """Windows of changes made up in memory, with the columns and the buffers that a capture hands to the log.
 
-They stand for what a decoder yields: it converts the cells of all tables at once, type by type, and a batch has
+They represent the output of a decoder. It converts the cells of all tables at once, type by type, and a batch has
 slices of that; optional columns that are null throughout are left out. In a small window the rows of the tables
 take turns, as they do in a log of small transactions. A long one has values as a table of a shop has them: some
 repeat, most do not, and deletes have nothing but the key.
@@ -38,7 +38,7 @@ BEGAN_AT = 1_700_000_000_000_000
 
 
 def table_schemas(tables: int) -> list[TableSchema]:
-    """So many tables of one shape."""
+    """Return this many tables of one schema."""
     return [
         TableSchema(
             table=TableId("public", f"orders_{number}"),
@@ -101,7 +101,7 @@ def _columns(seqs: np.ndarray, end: Lsn, first_id: int) -> list[pa.Array]:
 
 @functools.cache
 def _fields(schema: TableSchema) -> pa.Schema:
-    """Of a batch; one object for all batches of a shape."""
+    """Return the fields of a batch: one object for all batches of a schema."""
     return pa.schema([field for field in schema.change_schema() if field.name not in change.OPTIONAL])
 
 

@@ -2,7 +2,7 @@
 
 A workload is written in two steps. `tables` makes tables, rows that exist beforehand, and the publication;
 then the slots are made; then `changes` writes the backlog, which is therefore the only thing any slot has
-to deliver. `rows` is exactly how many row changes the publication delivers, and both sides are held to it.
+to deliver. `rows` is exactly how many row changes the publication delivers, and both sides must deliver exactly that.
 
 Each is a function of the row changes that are wanted at least: it fills its last transaction.
 """
@@ -304,7 +304,7 @@ def one_transaction(rows: int) -> Workload:
 def spread(name: str, rows: int, tables: int) -> Workload:
     """Inserts of pg-stream's columns in transactions of 1,000 rows, each spread evenly over the tables.
 
-    Tables and publication are named after the workload, so that several can stand in one database and each
+    Tables and publication are named after the workload, so that several can be in one database and each
     publication delivers its own alone.
     """
     share = SPREAD_TRANSACTION_ROWS // tables

@@ -44,20 +44,20 @@ def test_a_bench_measures_every_cell(
     assert found["scale"] == 0.01
 
 
-def test_a_cell_without_a_limit_is_told_and_misses_nothing() -> None:
+def test_a_cell_without_a_limit_is_shown_and_misses_nothing() -> None:
     free = Cell(name="p50", unit="s", must_reach=None, pairs=(Pair(ours=60.0, peer=6.0),))
-    held = Cell(name="p99", unit="s", must_reach=1.0, pairs=(Pair(ours=10.0, peer=15.0),))
+    limited = Cell(name="p99", unit="s", must_reach=1.0, pairs=(Pair(ours=10.0, peer=15.0),))
     about = {"cpu": "", "cores": 2, "memory_gib": 1, "kernel": "", "log_filesystem": "", "load_1min_at_start": 0}
     result = CellsResult(
         name="end-to-end-large",
         peer_name="limit",
-        cells=(free, held),
+        cells=(free, limited),
         machine={**about, "versions": {}},
         setup={"ours": "this"},
     )
     assert result.reached
-    assert result.tightest is held
-    assert "p50: 0.100 × limit (rounds 0.100–0.100), held to nothing; ours 60" in report.summary(result)
+    assert result.tightest is limited
+    assert "p50: 0.100 × limit (rounds 0.100–0.100), no limit; ours 60" in report.summary(result)
     page = report.page([(end_to_end.LARGE, result)], [result.name])
     assert "| end-to-end-large, p50 | limit | 60 | 6 s | **0.10** | 0.10–0.10 | – |  |" in page
     assert "| end-to-end-large, p99 | limit | 10 | 15 s | **1.50** | 1.50–1.50 | 1 | reached |" in page
