@@ -23,7 +23,8 @@ from tailrace.errors import ConfigError, ExitCode, LogTrimmed
 from tailrace.model.change import Operation
 from tailrace.model.event import Event, Row
 from tailrace.model.event_json import to_debezium_line, to_json, to_json_line
-from tailrace.pipeline.config.settings import PipelineSettings, is_named
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.source_settings import is_named
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,8 @@ from tailrace.errors import ConfigError, TailraceError
 from tailrace.model import change
 from tailrace.model.event import python_values
 from tailrace.model.schema import TableId
-from tailrace.pipeline.config.settings import PipelineSettings, matches
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.source_settings import matches
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import APPLIER_LEASE, known_tables, read_status_file
 

@@ -20,7 +20,8 @@ from tailrace.changelog.write import log_lease
 from tailrace.errors import ConfigError, FormChanged, TailraceError
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.capture.source_factory import open_source_for_log
-from tailrace.pipeline.config.settings import PipelineSettings, matches
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.source_settings import matches
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import APPLIER_LEASE, read_status_file
 from tailrace.tasks.load_store import LoadHold, LoadMode, LoadRecord, LoadRequest, LoadStore

@@ -13,7 +13,8 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.format.schemas import known_tables
 from tailrace.changelog.maintain.maintenance import LogMaintenance
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.pipeline.config.settings import PipelineSettings, matches, matches_message, names_table
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.source_settings import matches, matches_message, names_table
 from tailrace.pipeline.tables.retention_holds import release_unwanted
 from tailrace.transforms.transformed_source import TransformedCapture
 

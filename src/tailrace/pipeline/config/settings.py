@@ -12,14 +12,12 @@ for breaking them change together.
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tailrace.errors import ConfigError
@@ -44,11 +42,8 @@ from tailrace.pipeline.config.setting_values import (
     LongAgo,
     MetadataName,
     Name,
-    PrefixGlob,
-    PublicationName,
     Share,
     Size,
-    SlotName,
     TableModeName,
     Template,
     Templates,
@@ -58,7 +53,14 @@ from tailrace.pipeline.config.setting_values import (
     check_spark_setting,
     refusal,
     refuse,
-    split_glob,
+)
+from tailrace.pipeline.config.source_settings import (
+    FROZEN,
+    PublicationSettings,
+    SlotSettings,
+    SourceSettings,
+    glob_matches,
+    matches,
 )
 from tailrace.storage.objects import ObjectPath
 from tailrace.transforms.rules import Transforms
@@ -80,66 +82,11 @@ Only sealed commits can be trimmed, so a log with a limit seals before much of i
 
 # ---- models ----------------------------------------------------------------------------------------------
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-
-class SlotSettings(BaseModel):
-    """The replication slot: named after the log's id and created if missing, by default."""
-
-    model_config = _FROZEN
-    name: SlotName | None = None
-    create: bool = True
-
-    @model_validator(mode="after")
-    def _is_findable(self) -> SlotSettings:
-        _refuse_unnamed(self, "slot")
-        return self
-
-
-class PublicationSettings(BaseModel):
-    """The publication: named after the log's id and created if missing, by default."""
-
-    model_config = _FROZEN
-    name: PublicationName | None = None
-    create: bool = True
-
-    @model_validator(mode="after")
-    def _is_findable(self) -> PublicationSettings:
-        _refuse_unnamed(self, "publication")
-        return self
-
-
-def _refuse_unnamed(settings: SlotSettings | PublicationSettings, what: str) -> None:
-    if not settings.create and settings.name is None:
-        raise refusal(
-            f"`create: false` needs a `name`: otherwise the {what} is unknown",
-            f"Add `name:`, the name of the {what} you made.",
-        )
-
-
-class SourceSettings(BaseModel):
-    """The database, and which of its tables are copied."""
-
-    model_config = _FROZEN
-    secret_url: Url = Field(alias="url")
-    tables: tuple[Glob, ...] = Field(min_length=1)
-    exclude: tuple[Glob, ...] = ()
-    messages: tuple[PrefixGlob, ...] = ("*",)
-    origin: Literal["any", "none"] = "any"
-    invalid_text: Literal["refuse", "replace"] = "refuse"
-    slot: SlotSettings = SlotSettings()
-    publication: PublicationSettings = PublicationSettings()
-
-    @property
-    def url(self) -> str:
-        """The URL with its password: pass it to the driver and to nothing else."""
-        return self.secret_url.get_secret_value()
-
 
 class RetentionSettings(BaseModel):
     """Limits for the age and size of rows that no reader needs any more."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     age: Age = 7 * 86_400.0
     bytes: Limit = None
 
@@ -147,7 +94,7 @@ class RetentionSettings(BaseModel):
 class SealSettings(BaseModel):
     """Limits that make capture seal commits; the first one exceeded counts."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     bytes: Size = 128 << 20
     commits: Count = 4_096
     age: Duration = 600.0
@@ -156,7 +103,7 @@ class SealSettings(BaseModel):
 class LogSettings(BaseModel):
     """The change log: its folder or object store path, and its maintenance."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     path: LogFolder
     endpoint: Endpoint | None = None
     region: str | None = None
@@ -197,7 +144,7 @@ class LogSettings(BaseModel):
 class EvolutionSettings(BaseModel):
     """The policy for each kind of schema change; see docs/guides/evolution.md."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     add: Literal["apply", "stop", "refresh"] = "apply"
     drop: Literal["keep-null", "apply", "stop", "refresh"] = "keep-null"
     rename: Literal["apply", "stop", "refresh"] = "apply"
@@ -219,7 +166,7 @@ class EvolutionSettings(BaseModel):
 class UpkeepSettings(BaseModel):
     """Upkeep of lake tables: compaction and removal of old files; see docs/guides/upkeep.md."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     join: bool = True
     file: FileSize = 128 << 20
     budget: Share = 0.1
@@ -229,7 +176,7 @@ class UpkeepSettings(BaseModel):
 class TableRuleSettings(BaseModel):
     """Settings for some tables; a key that is not set is as `tables` says."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     mode: TableModeName | None = None
     soft_delete: bool | None = None
     metadata: tuple[MetadataName, ...] | None = None
@@ -258,7 +205,7 @@ class TableRuleSettings(BaseModel):
 class TablesSettings(BaseModel):
     """The lake tables: each in its folder, `<path>/<schema>/<table>` by default."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     _pipeline: str = PrivateAttr(default="")
     _transforms: Transforms = PrivateAttr(default=Transforms())
     format: Annotated[Literal["delta", "iceberg"], BeforeValidator(check_format)] = "delta"
@@ -378,7 +325,7 @@ class TablesSettings(BaseModel):
         return self._rule_of(table).name or self.names
 
     def _rule_of(self, table: TableId) -> TableRuleSettings:
-        matching = [rule for glob, rule in self.rules.items() if _glob_matches(glob, table)]
+        matching = [rule for glob, rule in self.rules.items() if glob_matches(glob, table)]
         return matching[-1] if matching else TableRuleSettings()
 
     @property
@@ -413,7 +360,7 @@ class TablesSettings(BaseModel):
 class LoadSettings(BaseModel):
     """Loads: when, in which way, and how much of the source they may use."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     mode: LoadModeName = "initial"
     modes: dict[Glob, LoadModeName] = {}
     way: Literal["auto", "exact", "chunked"] = "auto"
@@ -440,14 +387,14 @@ class LoadSettings(BaseModel):
 
     def mode_of(self, table: TableId) -> LoadModeName:
         """Return the load mode: by the last pattern that matches, else `mode`."""
-        matching = [mode for glob, mode in self.modes.items() if _glob_matches(glob, table)]
+        matching = [mode for glob, mode in self.modes.items() if glob_matches(glob, table)]
         return matching[-1] if matching else self.mode
 
 
 class SparkSettings(BaseModel):
     """The Spark that does the work; by default our own, on this machine."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     master: str | None = None
     settings: dict[str, Annotated[str, BeforeValidator(check_spark_setting)]] = {}
 
@@ -455,7 +402,7 @@ class SparkSettings(BaseModel):
 class PipelineSettings(BaseModel):
     """One pipeline. `file` is the settings file; relative paths start at its folder."""
 
-    model_config = _FROZEN
+    model_config = FROZEN
     name: Name
     source: SourceSettings
     log: LogSettings
@@ -479,9 +426,7 @@ class PipelineSettings(BaseModel):
         """Return patterns for some tables that match none of these; probably misspelled."""
         patterns = [("tables.rules", glob) for glob in self.tables.rules]
         patterns += [("load.modes", glob) for glob in self.load.modes]
-        return [
-            f"{where}.{glob}" for where, glob in patterns if not any(_glob_matches(glob, table) for table in tables)
-        ]
+        return [f"{where}.{glob}" for where, glob in patterns if not any(glob_matches(glob, table) for table in tables)]
 
     def has(self, table: TableId) -> bool:
         """Return whether a lake table belongs to this pipeline under its current rules."""
@@ -538,52 +483,6 @@ def _overlap(log: Path | ObjectPath, tables: Path) -> str | None:
     if log in tables.parents:
         return "is inside the log's folder"
     return "contains the log's folder" if tables in log.parents else None
-
-
-def matches(source: SourceSettings, table: TableId) -> bool:
-    """Return whether the pipeline copies this table.
-
-    It does if a glob of `tables` matches the table and none of `exclude` does. A glob is `schema-glob.table-glob`.
-    Names are compared verbatim, case included. A name may itself hold a dot, so a glob matches if any split at one of
-    its dots outside brackets does.
-    """
-
-    def matched(globs: Sequence[str]) -> bool:
-        return any(_glob_matches(glob, table) for glob in globs)
-
-    return matched(source.tables) and not matched(source.exclude)
-
-
-def is_named(name: str, table: TableId) -> bool:
-    """Return whether a name or glob from a person means this table."""
-    return name == str(table) or _glob_matches(name, table)
-
-
-def _glob_matches(glob: str, table: TableId) -> bool:
-    return any(
-        fnmatch.fnmatchcase(table.schema, schema) and fnmatch.fnmatchcase(table.name, name)
-        for schema, name in split_glob(glob)
-    )
-
-
-def names_table(source: SourceSettings, table: TableId) -> bool:
-    """Return whether an entry of `tables` is exactly this table's name, not a pattern."""
-    pairs = [pair for glob in source.tables for pair in split_glob(glob)]
-    return any((_literal(schema), _literal(name)) == (table.schema, table.name) for schema, name in pairs)
-
-
-def _literal(glob: str) -> str | None:
-    """Return the one name that a glob can match; None if it is a pattern.
-
-    A single character in brackets means itself.
-    """
-    alone = re.compile(r"\[([^!])\]")
-    return None if re.search(r"[*?[]", alone.sub("", glob)) else alone.sub(r"\1", glob)
-
-
-def matches_message(source: SourceSettings, prefix: str) -> bool:
-    """Return whether the pipeline keeps application messages with this prefix."""
-    return any(fnmatch.fnmatchcase(prefix, glob) for glob in source.messages)
 
 
 # ---- loading and checking --------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from tailrace.pipeline.capture.embedded_capture import (
     stream_settings,
     with_stream_hint,
 )
-from tailrace.pipeline.config.settings import matches
+from tailrace.pipeline.config.source_settings import matches
 from tailrace.pipeline.datasource import CdcSource, capture_of
 from tailrace.spark.datasource.log.log_options import LogOptions
 from tailrace.storage import objects

@@ -7,7 +7,7 @@ import pytest
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
 from tailrace.pipeline.capture.embedded_capture import stream_settings
-from tailrace.pipeline.config.settings import matches, names_table
+from tailrace.pipeline.config.source_settings import matches, names_table
 from tailrace.spark.datasource.table_patterns import TablePattern, format_table_name, parse_table_patterns
 
 DOT_IN_SCHEMA, DOT_IN_NAME = TableId("a.b", "c"), TableId("a", "b.c")
