@@ -28,7 +28,7 @@ from tailrace.changelog.write import writer as writer_module
 from tailrace.changelog.write.log_lease import LogLease
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced, LogTrimmed, LogUnreachable, LogUnusable
-from tailrace.pipeline.config.settings import load_settings
+from tailrace.pipeline.config.settings_file import load_settings
 from tailrace.spark.datasource.log.log_options import LogOptions
 from tailrace.spark.datasource.log.log_schema import resolve_frame
 from tailrace.spark.datasource.log.stream_42 import LogStreamReader

@@ -14,7 +14,8 @@ import pytest
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.deadletters.store import DeadLetterStore
 from tailrace.model.schema import TableId
-from tailrace.pipeline.config.settings import PipelineSettings, load_settings
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.settings_file import load_settings
 from tailrace.tables.location import TableLocation
 from tests.support.loads import LOADED_SECONDS_MAX, Local, Scene, once
 from tests.support.pipelines import Pipeline, eventually, execute

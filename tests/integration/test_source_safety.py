@@ -14,7 +14,7 @@ from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import ConfigError, SourceRefused
 from tailrace.model.schema import TableId
 from tailrace.pipeline.capture.log_capture import LogCapture
-from tailrace.pipeline.config.settings import load_settings
+from tailrace.pipeline.config.settings_file import load_settings
 from tailrace.spark.datasource.option_values import as_option_error
 from tests.support.pipelines import Pipeline, eventually, execute
 

@@ -17,7 +17,7 @@ import pytest
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogFenced
 from tailrace.pipeline.capture.log_capture import LogCapture
-from tailrace.pipeline.config.settings import load_settings
+from tailrace.pipeline.config.settings_file import load_settings
 from tests.support.pipelines import Pipeline, Running, assert_log_is_whole, eventually, execute, wait_for_free_slots
 from tests.support.thorough import thorough
 

@@ -20,7 +20,7 @@ from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import RuleInvalid, TransformFailed
 from tailrace.model.schema import TableId
 from tailrace.pipeline.capture.log_capture import LogCapture
-from tailrace.pipeline.config.settings import load_settings
+from tailrace.pipeline.config.settings_file import load_settings
 from tailrace.pipeline.report import TableState
 from tailrace.transforms.rules import KeySource
 from tailrace.transforms.secrets import Keyring

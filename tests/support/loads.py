@@ -27,7 +27,8 @@ from tailrace.pipeline.apply.applier import Applier
 from tailrace.pipeline.capture import log_capture
 from tailrace.pipeline.capture.log_capture import LogCapture
 from tailrace.pipeline.capture.source_factory import open_source, open_source_for_log
-from tailrace.pipeline.config.settings import PipelineSettings, load_settings
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.settings_file import load_settings
 from tailrace.pipeline.loads import load_scheduler
 from tailrace.pipeline.points.consistent_point import build_point
 from tailrace.pipeline.report import TableState

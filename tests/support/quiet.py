@@ -24,7 +24,8 @@ from tailrace.model import change
 from tailrace.model.catalogue_facts import CatalogueFacts, ColumnFacts, StorageFacts
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.pipeline.config.settings import PipelineSettings, load_settings
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.settings_file import load_settings
 from tailrace.pipeline.loads.kept_loads import LoadKeeper
 from tailrace.pipeline.status import APPLIER_LEASE
 from tailrace.pipeline.tables.registry import TableRegistry

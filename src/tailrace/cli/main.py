@@ -302,7 +302,7 @@ def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
 
 def load_pipeline_settings(file: str) -> PipelineSettings:
     """Load the settings, and hide their passwords in all output from now on."""
-    from tailrace.pipeline.config.settings import load_settings
+    from tailrace.pipeline.config.settings_file import load_settings
 
     settings = load_settings(file)
     log_lines.hide_passwords_of(settings.source.url)
@@ -313,7 +313,7 @@ def load_pipeline_settings(file: str) -> PipelineSettings:
 
 def check(arguments: argparse.Namespace) -> ExitCode:
     """Print every problem with its line and remedy; with `--json` they are the data."""
-    from tailrace.pipeline.config.settings import check_settings
+    from tailrace.pipeline.config.settings_file import check_settings
 
     problems = check_settings(arguments.file)
     if arguments.json:

@@ -17,7 +17,8 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline.config.settings import PipelineSettings, load_settings
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.settings_file import load_settings
 from tailrace.pipeline.points.ledger import FOLDER_GONE, TABLE_RECREATED, Absence, ConsistentPoint, Ledger
 from tailrace.pipeline.report import TableState
 from tailrace.tables.delta.versions import files_at, needs_connector

@@ -25,7 +25,8 @@ from tailrace.demo.shop import SCHEMA_SQL, TABLES, Workload, load_first_rows
 from tailrace.errors import ConfigError, ExitCode, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.pipeline import runner
-from tailrace.pipeline.config.settings import PipelineSettings, load_settings
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.settings_file import load_settings
 from tailrace.pipeline.report import PipelineStatus, TableState
 
 DATABASE = "shop"

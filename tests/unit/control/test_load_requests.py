@@ -21,7 +21,8 @@ from tailrace.errors import ConfigError, LogUnusable, SourceUnreachable, Tailrac
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.capture.source_factory import open_source
-from tailrace.pipeline.config.settings import PipelineSettings, load_settings
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.settings_file import load_settings
 from tailrace.pipeline.status import APPLIER_LEASE, STATUS_FILE
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.port import AppliedPosition

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.pipeline.config.settings import check_settings, load_settings
+from tailrace.pipeline.config.settings_file import check_settings, load_settings
 from tailrace.transforms.rules import RULE_TYPES
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "guides" / "transforms.md").read_text()

@@ -9,7 +9,7 @@ from typing import Any
 
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.pipeline.apply.applier import Applier
-from tailrace.pipeline.config.settings import load_settings
+from tailrace.pipeline.config.settings_file import load_settings
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.tables.managed_table import ManagedTable
 from tailrace.tables.location import TableLocation

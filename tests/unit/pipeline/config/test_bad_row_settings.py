@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.model.schema import TableId
-from tailrace.pipeline.config.settings import check_settings, load_settings
+from tailrace.pipeline.config.settings_file import check_settings, load_settings
 
 FILE = """\
 name: shop

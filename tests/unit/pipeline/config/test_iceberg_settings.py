@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tailrace.model.schema import TableId
-from tailrace.pipeline.config.settings import PipelineSettings, check_settings, load_settings
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.settings_file import check_settings, load_settings
 from tailrace.tables.iceberg.catalogs import Catalog
 
 FILE = """\

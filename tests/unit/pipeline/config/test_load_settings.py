@@ -8,7 +8,8 @@ import pytest
 
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.document import Problem
-from tailrace.pipeline.config.settings import PipelineSettings, check_settings, load_settings
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.settings_file import check_settings, load_settings
 
 FILE = """\
 name: shop

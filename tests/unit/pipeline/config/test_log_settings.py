@@ -13,7 +13,8 @@ from tailrace.changelog.maintain.maintenance import MaintenancePolicy
 from tailrace.changelog.maintain.retention import RetentionPolicy
 from tailrace.pipeline.config.document import Problem
 from tailrace.pipeline.config.setting_values import InvalidQuantity, parse_duration, parse_size
-from tailrace.pipeline.config.settings import LogSettings, check_settings, load_settings
+from tailrace.pipeline.config.settings import LogSettings
+from tailrace.pipeline.config.settings_file import check_settings, load_settings
 from tailrace.storage.objects import ObjectPath
 
 FILE = """\
@@ -157,7 +158,7 @@ def test_a_mistake_is_reported_with_its_line_and_remedy(
 def test_checking_a_log_section_loads_nothing_heavy(tmp_path: Path) -> None:
     file = write(tmp_path, "max_bytes: 50GB", "retention: {age: none}", "seal: {age: 5min}")
     code = (
-        "import sys\nfrom tailrace.pipeline.config.settings import check_settings\n"
+        "import sys\nfrom tailrace.pipeline.config.settings_file import check_settings\n"
         "assert check_settings(sys.argv[1]) == []\n"
         "sys.exit(str({'pyarrow', 'numpy'} & set(sys.modules)) if 'pyarrow' in sys.modules else 0)"
     )

@@ -13,7 +13,8 @@ from tailrace.errors import ConfigError, ExitCode
 from tailrace.model.policies import DEFAULT_POLICIES, EvolutionPolicy
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.document import Problem
-from tailrace.pipeline.config.settings import PipelineSettings, check_settings, load_settings
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.settings_file import check_settings, load_settings
 from tailrace.pipeline.config.source_settings import SourceSettings, matches, matches_message
 
 CONTRACT = """\

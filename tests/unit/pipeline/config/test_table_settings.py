@@ -11,7 +11,8 @@ from tailrace.errors import TableUnusable
 from tailrace.model.policies import EvolutionPolicies, EvolutionPolicy
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.setting_values import MetadataName
-from tailrace.pipeline.config.settings import PipelineSettings, check_settings, load_settings
+from tailrace.pipeline.config.settings import PipelineSettings
+from tailrace.pipeline.config.settings_file import check_settings, load_settings
 from tailrace.tables.delta.features import Features
 from tailrace.tables.spec import METADATA, PLAIN_MIRROR, TableMode, TableSpec
 

@@ -10,7 +10,7 @@ import pytest
 from tailrace.errors import ConfigError, TableUnusable
 from tailrace.model.schema import TableId
 from tailrace.pipeline.config.document import Problem
-from tailrace.pipeline.config.settings import check_settings, load_settings
+from tailrace.pipeline.config.settings_file import check_settings, load_settings
 from tailrace.tables.spec import TableMode, TableSpec
 from tailrace.transforms.rules import RULE_TYPES, Set
 

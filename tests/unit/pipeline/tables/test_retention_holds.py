@@ -18,7 +18,7 @@ from tailrace.control import log_actions
 from tailrace.errors import SchemaChanged, TableUnusable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline.config.settings import load_settings
+from tailrace.pipeline.config.settings_file import load_settings
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.tables import retention_holds
 from tailrace.pipeline.tables.managed_table import ManagedTable
