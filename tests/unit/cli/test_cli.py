@@ -20,7 +20,8 @@ from rich.console import Console
 
 import tailrace
 from tailrace.cli import log_lines, output, status_view
-from tailrace.cli.main import COMMANDS, main
+from tailrace.cli.arguments import COMMANDS
+from tailrace.cli.main import main
 from tailrace.errors import ExitCode, LogBusy, SchemaChanged, SourceRefused, TailraceError
 from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import (
