@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.log_lease import LogLease
-from tailrace.deadletters.store import DeadLetterBatch, DeadLetterStore
+from tailrace.deadletters.step_file import DeadLetterBatch
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.model import change
 from tailrace.model.catalogue_facts import CatalogueFacts, ColumnFacts, StorageFacts
 from tailrace.model.position import Lsn

@@ -14,16 +14,8 @@ from typing import Any
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write import log_lease
 from tailrace.control.load_requests import suggest_tables
-from tailrace.deadletters.store import (
-    CAUSE,
-    CAUSE_CODE,
-    CAUSE_FIELDS,
-    HINT,
-    REJECTED_AT,
-    DeadLetterBatch,
-    DeadLetterStore,
-    tables_with_dead_letters,
-)
+from tailrace.deadletters.step_file import CAUSE, CAUSE_CODE, CAUSE_FIELDS, HINT, REJECTED_AT, DeadLetterBatch
+from tailrace.deadletters.store import DeadLetterStore, tables_with_dead_letters
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model import change
 from tailrace.model.event import python_values

@@ -32,84 +32,35 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from tailrace.errors import LogCorrupt, TailraceError
+from tailrace.deadletters.step_file import (
+    SEQ_INDEX,
+    DeadLetterBatch,
+    DeadLetterOrigin,
+    StepHeader,
+    encode_step,
+    key_columns,
+    read_rows,
+    read_step,
+    unreadable_error,
+    with_causes,
+)
+from tailrace.errors import TailraceError
 from tailrace.model import change
 from tailrace.model.schema import TableId, TableSchema, table_token
 from tailrace.storage import files
-from tailrace.storage.files import FileStamp, LogPath
+from tailrace.storage.files import LogPath
 
 FOLDER = "dead"
-FORMAT = 1
-_META = b"tailrace"
-_STEPS_KNOWN_MAX = 4096
 _SEEN_SECONDS = 2.0
 _tables_seen: dict[LogPath, tuple[float, frozenset[str]]] = {}
 LOOKS_MAX = 100
 """Attempts to read steps while another process removes some."""
-
-CAUSE_CODE, CAUSE, HINT, REJECTED_AT = "_cause_code", "_cause", "_hint", "_set_aside_at"
-CAUSE_FIELDS = (
-    pa.field(CAUSE_CODE, pa.string()), pa.field(CAUSE, pa.string()), pa.field(HINT, pa.string()),
-    pa.field(REJECTED_AT, pa.timestamp("us", "UTC")),
-)  # fmt: skip
-"""Columns of a dead letter in addition to those of a change.
-
-A step has them first, so they never clash with a column of the table.
-"""
-
-
-_SEQ_INDEX = len(CAUSE_FIELDS) + [field.name for field in change.REQUIRED].index(change.SEQ)
-
-
-class DeadLetterOrigin(NamedTuple):
-    """The origin that a load's rows record.
-
-    Rows that the load could not write record it too when they are written later.
-    """
-
-    seq: int
-    position: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeadLetterBatch:
-    """Dead letters of one schema, in `_seq` order: `CAUSE_FIELDS`, then the columns of a change."""
-
-    schema: TableSchema
-    rows: pa.Table
-    origin: DeadLetterOrigin | None = None
-
-    @property
-    def changes(self) -> pa.Table:
-        return self.rows.select(range(len(CAUSE_FIELDS), self.rows.num_columns))
-
-    @property
-    def seqs(self) -> list[int]:
-        found: list[int] = self.changes.column(change.SEQ).to_pylist()
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StepHeader:
-    """The facts of a step without its payloads."""
-
-    counts_from_seq: int
-    dead_letters: tuple[int, ...]
-    cleared: tuple[int, ...]
-    schema: dict[str, Any]
-    load: str | None = None
-    """The load whose rows they are: the step counts only for a table from this load."""
-    superseded: tuple[int, ...] = ()
-    origin: DeadLetterOrigin | None = None
-    replay_id: str | None = None
-    """Id of a replay intent; None for other steps."""
 
 
 class DeadLetterStore:
@@ -146,7 +97,7 @@ class DeadLetterStore:
         if superseded:
             selected = {number for number in self._open(self._counting(seq, load)) if number not in superseded}
         batches = self._read_batches(seq, load, selected)
-        return [replace(batch, rows=batch.rows.select(_key_columns(batch.schema, batch.rows))) for batch in batches]
+        return [replace(batch, rows=batch.rows.select(key_columns(batch.schema, batch.rows))) for batch in batches]
 
     def superseded(self, seq: int, load: str | None = None) -> frozenset[int]:
         """Return the dead letters, open or not, that nothing builds on any more."""
@@ -156,7 +107,7 @@ class DeadLetterStore:
         for _ in range(LOOKS_MAX):
             with suppress(FileNotFoundError):  # the apply has removed a step since, so look again
                 return list(self._read(seq, load, only))
-        raise _unreadable(self._path)
+        raise unreadable_error(self._path)
 
     def _read(self, seq: int, load: str | None, only: Collection[int] | None) -> Iterator[DeadLetterBatch]:
         steps = self._counting(seq, load)
@@ -166,8 +117,8 @@ class DeadLetterStore:
                 number for number in step.dead_letters if owner.get(number) == path and (only is None or number in only)
             ]
             if numbers:
-                rows = _read_rows(path)
-                indices = np.flatnonzero(np.isin(rows.column(_SEQ_INDEX).to_numpy(), np.array(numbers, np.int64)))
+                rows = read_rows(path)
+                indices = np.flatnonzero(np.isin(rows.column(SEQ_INDEX).to_numpy(), np.array(numbers, np.int64)))
                 is_all = len(indices) == rows.num_rows
                 rows = rows if is_all else rows.take(pa.array(indices))
                 yield DeadLetterBatch(schema=TableSchema.from_json(step.schema), rows=rows, origin=step.origin)
@@ -199,7 +150,7 @@ class DeadLetterStore:
             seqs = dead_letters.column(change.SEQ).to_pylist()
             self._record_past(seq if already_applied else seq - 1, seqs, version=version)
             rows = with_causes(dead_letters, causes)
-            content = _encoded(
+            content = encode_step(
                 self.table,
                 schema,
                 seq,
@@ -224,13 +175,13 @@ class DeadLetterStore:
                 elif step.replay_id is not None:
                     path.unlink(missing_ok=True)
 
-    def _finalize(self, path: LogPath, step: _StepHeader) -> None:
+    def _finalize(self, path: LogPath, step: StepHeader) -> None:
         """Rewrite a step so that it counts unconditionally."""
-        content = _encoded(
+        content = encode_step(
             self.table,
             TableSchema.from_json(step.schema),
             step.counts_from_seq,
-            _read_rows(path),
+            read_rows(path),
             step.cleared,
             superseded=step.superseded,
             origin=step.origin,
@@ -292,7 +243,7 @@ class DeadLetterStore:
             return
         with files.explain_errors(self._path):
             no_rows = with_causes(schema.change_schema().empty_table(), [])
-            content = _encoded(self.table, schema, seq, no_rows, (), load, superseded=sorted(owner))
+            content = encode_step(self.table, schema, seq, no_rows, (), load, superseded=sorted(owner))
             files.replace_durably(self._new_path(seq), content)
 
     def cleared_by(self, load: str | None) -> tuple[str, ...]:
@@ -314,9 +265,9 @@ class DeadLetterStore:
             dead_letters = pa.concat_tables([batch.rows for batch in batches])
             first = min([0, *self._numbers()]) - dead_letters.num_rows
             numbers = pa.array(range(first, first + dead_letters.num_rows), pa.int64())
-            dead_letters = dead_letters.set_column(_SEQ_INDEX, dead_letters.schema.field(_SEQ_INDEX), numbers)
+            dead_letters = dead_letters.set_column(SEQ_INDEX, dead_letters.schema.field(SEQ_INDEX), numbers)
             self._record_past(seq, numbers.to_pylist())
-            content = _encoded(self.table, batches[0].schema, seq, dead_letters, (), load, origin=origin)
+            content = encode_step(self.table, batches[0].schema, seq, dead_letters, (), load, origin=origin)
             files.replace_durably(self._new_path(seq), content)
 
     def _numbers(self) -> Iterator[int]:
@@ -397,7 +348,7 @@ class DeadLetterStore:
 
     # Files.
 
-    def _steps(self) -> list[tuple[LogPath, _StepHeader]]:
+    def _steps(self) -> list[tuple[LogPath, StepHeader]]:
         try:
             with files.explain_store_errors(self._path):
                 names = sorted(entry.name for entry in self._path.iterdir() if entry.suffix == ".arrow")
@@ -406,17 +357,17 @@ class DeadLetterStore:
         found = []
         for path in (self._path / name for name in names if name[0] != "."):
             with suppress(FileNotFoundError):  # the apply has removed it since
-                found.append((path, _read_step(path, files.read_stamp(path))))
+                found.append((path, read_step(path, files.read_stamp(path))))
         return found
 
-    def _counting(self, seq: int, load: str | None = None) -> list[tuple[LogPath, _StepHeader]]:
+    def _counting(self, seq: int, load: str | None = None) -> list[tuple[LogPath, StepHeader]]:
         steps = [(path, step) for path, step in self._steps() if step.counts_from_seq <= seq and step.replay_id is None]
         if load is not None:
             steps = [(path, step) for path, step in steps if step.load in (None, load)]
         cleared = self.cleared_by(load) if steps and load is not None else ()
         return [(path, step) for path, step in steps if path.name not in cleared]
 
-    def _open(self, steps: list[tuple[LogPath, _StepHeader]]) -> dict[int, LogPath]:
+    def _open(self, steps: list[tuple[LogPath, StepHeader]]) -> dict[int, LogPath]:
         """Map the open dead letters to the steps that they are in."""
         owner: dict[int, LogPath] = {}
         for path, step in steps:
@@ -441,7 +392,7 @@ class DeadLetterStore:
         except files.STORE_ERRORS as error:
             raise files.explained_error(error, self._path) from error
         except (OSError, ValueError) as error:
-            raise _unreadable(self._path / name) from error
+            raise unreadable_error(self._path / name) from error
         return found
 
 
@@ -469,111 +420,3 @@ def tables_with_dead_letters(log: LogPath) -> list[TableId]:
                 yield TableId.from_json(stored)
 
     return sorted(found())
-
-
-def with_causes(changes: pa.Table, causes: Sequence[TailraceError]) -> pa.Table:
-    """Return changes as dead letters, with cause and time as the first columns."""
-    columns = [
-        pa.array([cause.code for cause in causes], pa.string()),
-        pa.array([cause.headline for cause in causes], pa.string()),
-        pa.array([cause.hint for cause in causes], pa.string()),
-        pa.array([time.time_ns() // 1000] * len(causes), pa.timestamp("us", "UTC")),
-    ]
-    return pa.Table.from_arrays([*columns, *changes.columns], schema=pa.schema([*CAUSE_FIELDS, *changes.schema]))
-
-
-def encode_dead_letters(schema: TableSchema, dead_letters: pa.Table) -> bytes:
-    """Encode dead letters that are in no step yet as a file."""
-    return _encoded(schema.table, schema, 0, dead_letters, ())
-
-
-def read_dead_letters(path: LogPath) -> DeadLetterBatch:
-    """Read a file made by `encode_dead_letters`."""
-    return DeadLetterBatch(
-        schema=TableSchema.from_json(_read_step(path, files.read_stamp(path)).schema), rows=_read_rows(path)
-    )
-
-
-def _encoded(
-    table: TableId,
-    schema: TableSchema,
-    seq: int,
-    dead_letters: pa.Table,
-    cleared: Sequence[int],
-    load: str | None = None,
-    *,
-    superseded: Sequence[int] = (),
-    origin: DeadLetterOrigin | None = None,
-    replay_id: str | None = None,
-) -> bytes:
-    meta = {
-        "format": FORMAT,
-        "schema": table.schema,
-        "table": table.name,
-        "reaches": seq,
-        "shape": schema.to_json(),
-        "letters": dead_letters.column(_SEQ_INDEX).to_pylist(),
-        "cleared": [int(number) for number in cleared],
-        **({} if load is None else {"load": load}),
-        **({"passed": [int(number) for number in superseded]} if superseded else {}),
-        **({} if origin is None else {"origin": list(origin)}),
-        **({} if replay_id is None else {"late": replay_id}),
-    }
-    fields = dead_letters.schema.with_metadata({_META: json.dumps(meta).encode()})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, fields) as writer:
-        writer.write_table(dead_letters.replace_schema_metadata(fields.metadata))
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
-
-
-@lru_cache(maxsize=_STEPS_KNOWN_MAX)
-def _read_step(path: LogPath, _: FileStamp | None) -> _StepHeader:
-    """Read a step's header, cached by the file's identity because status asks twice a second."""
-    try:
-        with files.arrow_file(path) as handle:
-            stored = json.loads(pa.ipc.open_file(handle).schema.metadata[_META])
-        if stored["format"] != FORMAT:
-            raise ValueError("unknown format")
-        return _StepHeader(
-            counts_from_seq=stored["reaches"],
-            dead_letters=tuple(stored["letters"]),
-            cleared=tuple(stored["cleared"]),
-            schema=stored["shape"],
-            load=stored.get("load"),
-            superseded=tuple(stored.get("passed", ())),
-            replay_id=stored.get("late"),
-            origin=DeadLetterOrigin(*stored["origin"]) if "origin" in stored else None,
-        )
-    except FileNotFoundError:
-        raise
-    except files.STORE_ERRORS as error:
-        raise files.explained_error(error, path) from error
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        raise _unreadable(path) from error
-
-
-def _read_rows(path: LogPath) -> pa.Table:
-    try:
-        return pa.ipc.open_file(files.arrow_file(path)).read_all()  # memory-mapped: only used columns are read
-    except FileNotFoundError:
-        raise
-    except files.STORE_ERRORS as error:
-        raise files.explained_error(error, path) from error
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path) from error
-
-
-def _key_columns(schema: TableSchema, rows: pa.Table) -> list[int]:
-    """Return the indices of cause, metadata, key and unfit columns."""
-    always = len(CAUSE_FIELDS) + len(change.REQUIRED)
-    wanted = {change.UNFIT, *(change.stored_name(name) for name in schema.key)}
-    return [*range(always), *(i for i in range(always, rows.num_columns) if rows.schema.field(i).name in wanted)]
-
-
-def _unreadable(path: LogPath) -> LogCorrupt:
-    return LogCorrupt(
-        "a dead letter cannot be read",
-        path=path,
-        hint="Restore the file from a copy of the log. Or move it away and run `tailrace snapshot FILE TABLE`.",
-    )

@@ -26,7 +26,8 @@ from tailrace.deadletters.keyed import (
     split_rejects_of_versions,
 )
 from tailrace.deadletters.keyless import DeadLetterImages, split_rejects_keyless, split_rejects_of_append
-from tailrace.deadletters.store import DeadLetterBatch, DeadLetterStore
+from tailrace.deadletters.step_file import DeadLetterBatch
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import BaseRowMissing, DeadLettersFull, TransformFailed, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import Column, TableSchema

@@ -25,7 +25,8 @@ import pyarrow.compute as pc
 from tailrace import failpoints
 from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.deadletters.keyed import REPLAY_HINT
-from tailrace.deadletters.store import FOLDER, DeadLetterBatch, DeadLetterStore
+from tailrace.deadletters.step_file import DeadLetterBatch
+from tailrace.deadletters.store import FOLDER, DeadLetterStore
 from tailrace.errors import BaseRowMissing, TailraceError, TransformFailed, ValueUnfit, error_class
 from tailrace.model import change
 from tailrace.model.position import ZERO, Lsn

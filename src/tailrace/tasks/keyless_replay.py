@@ -26,7 +26,8 @@ from tailrace import failpoints
 from tailrace.deadletters.conversion import ConversionResult, convert_rows, convert_rows_at_rest
 from tailrace.deadletters.keyed import unfit_cause
 from tailrace.deadletters.keyless import EACH_HINT, IMAGE_HINT, find_rejectable_rows
-from tailrace.deadletters.store import CAUSE, DeadLetterBatch, DeadLetterStore
+from tailrace.deadletters.step_file import CAUSE, DeadLetterBatch
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import TailraceError, ValueUnfit
 from tailrace.model import change
 from tailrace.model.change import Operation

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from tailrace.deadletters.keyed import REPLAY_HINT, unfit_cause
 from tailrace.deadletters.keyless import EACH_HINT, IMAGE_HINT
-from tailrace.deadletters.store import with_causes
+from tailrace.deadletters.step_file import with_causes
 from tailrace.errors import DeadLettersFull, TailraceError
 from tailrace.model import change
 from tailrace.model.change import Operation

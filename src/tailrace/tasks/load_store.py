@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from tailrace.capture.postgres.chunks import Plan
 from tailrace.capture.postgres.snapshot import BarrierSnapshot
-from tailrace.deadletters.store import DeadLetterBatch, encode_dead_letters, read_dead_letters
+from tailrace.deadletters.step_file import DeadLetterBatch, encode_dead_letters, read_dead_letters
 from tailrace.errors import ConfigError
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema, table_token

@@ -12,7 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.deadletters.store import CAUSE_CODE, DeadLetterStore, tables_with_dead_letters
+from tailrace.deadletters.step_file import CAUSE_CODE
+from tailrace.deadletters.store import DeadLetterStore, tables_with_dead_letters
 from tailrace.errors import BaseRowMissing, DeadLettersFull, LogCorrupt, ValueUnfit
 from tailrace.model.change import rule_failure_text
 from tailrace.pipeline.status import count_open_dead_letters

@@ -7,7 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.deadletters.store import DeadLetterBatch, DeadLetterOrigin, DeadLetterStore
+from tailrace.deadletters.step_file import DeadLetterBatch, DeadLetterOrigin
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import ValueUnfit
 from tailrace.model import change
 from tailrace.model.position import ZERO

@@ -19,7 +19,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.deadletters.store import CAUSE, DeadLetterBatch, DeadLetterOrigin, DeadLetterStore
+from tailrace.deadletters.step_file import CAUSE, DeadLetterBatch, DeadLetterOrigin
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import ForeignWrite, TailraceError
 from tailrace.model import change
 from tailrace.model.catalogue_facts import CatalogueFacts, ColumnFacts, StorageFacts

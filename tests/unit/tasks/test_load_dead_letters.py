@@ -10,7 +10,8 @@ import pyarrow as pa
 import pytest
 
 from tailrace.cli.main import main
-from tailrace.deadletters.store import DeadLetterBatch, DeadLetterStore
+from tailrace.deadletters.step_file import DeadLetterBatch
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import DeadLettersFull, ExitCode
 from tailrace.model import change
 from tailrace.model.position import Lsn

@@ -13,7 +13,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from tailrace.deadletters.store import CAUSE, DeadLetterOrigin, DeadLetterStore
+from tailrace.deadletters.step_file import CAUSE, DeadLetterOrigin
+from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import (
     ForeignWrite,
     FormChanged,
