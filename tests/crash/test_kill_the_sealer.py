@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tailrace import failpoints
-from tailrace.changelog.maintain.sealer import SealLimits
+from tailrace.changelog.maintain.seal_contents import SealLimits
 from tailrace.changelog.read.consumers import TableProgress, write_table_progress
 from tailrace.changelog.read.index import LogIndex
 from tailrace.changelog.read.reader import ChangeLog

@@ -19,7 +19,8 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from tailrace.changelog.format.commit_file import commit_path
 from tailrace.changelog.maintain.retention import RetentionPolicy, trim
-from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.seal_contents import SealLimits
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.maintain.verify import verify
 from tailrace.changelog.read.consumers import read_holds
 from tailrace.changelog.read.reader import ChangeLog

@@ -16,7 +16,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from tailrace.changelog.maintain.retention import RetentionPolicy, trim
-from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.seal_contents import SealLimits
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read import consumers
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter

@@ -19,7 +19,8 @@ import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.changelog.maintain.retention import RetentionPolicy, trim
-from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.seal_contents import SealLimits
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column
 from tailrace.state.checkpoint import Checkpoint

@@ -16,8 +16,9 @@ import pyarrow as pa
 import pytest
 
 from tailrace.changelog.maintain.retention import RetentionPolicy, trim
+from tailrace.changelog.maintain.seal_contents import SealLimits
 from tailrace.changelog.maintain.seal_writer import SealFileSizes
-from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read.consumers import TableProgress, write_table_progress
 from tailrace.changelog.read.index import LogIndex
 from tailrace.changelog.read.reader import ChangeLog

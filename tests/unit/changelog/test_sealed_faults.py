@@ -16,7 +16,8 @@ import pytest
 from tailrace.changelog.format.commit_file import commit_path
 from tailrace.changelog.format.seal import commits_path, seal_path
 from tailrace.changelog.maintain.retention import RetentionPolicy, trim
-from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.seal_contents import SealLimits
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read import consumers
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter

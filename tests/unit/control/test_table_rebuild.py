@@ -22,7 +22,8 @@ from deltalake import DeltaTable
 from tailrace.changelog.format.coverage import announce_tables, confirm_tables
 from tailrace.changelog.format.gaps import Gap, record_gap
 from tailrace.changelog.maintain.retention import RetentionPolicy, trim
-from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.seal_contents import SealLimits
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.write.log_lease import LogLease
 from tailrace.cli.main import main
 from tailrace.deadletters.store import DeadLetterStore

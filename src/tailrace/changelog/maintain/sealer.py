@@ -29,16 +29,17 @@ import pyarrow.parquet as pq
 from tailrace import failpoints
 from tailrace.changelog.format import seal as cold
 from tailrace.changelog.format.commit_file import CommitHeader, commit_path
-from tailrace.changelog.format.seal import COMMIT_COLUMNS, Seal, SealedFile, checksum_of, commits_path, seal_path
+from tailrace.changelog.format.seal import Seal, SealedFile, checksum_of, commits_path, seal_path
 from tailrace.changelog.format.trimmed import NOTHING_TRIMMED, TrimRecord
 from tailrace.changelog.format.trimmed import TRIMMED_FILE as TRIMMED
-from tailrace.changelog.maintain.seal_writer import (
-    SEAL_FILE_SIZES,
-    SealFileSizes,
-    SealWriter,
-    remove_stale_links,
-    write_links,
+from tailrace.changelog.maintain.seal_contents import (
+    SEAL_LIMITS,
+    SealLimits,
+    coalesced_commits,
+    commit_rows,
+    seal_of_commits,
 )
+from tailrace.changelog.maintain.seal_writer import SealWriter, remove_stale_links, write_links
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.log_lease import LogLease
 from tailrace.errors import LogFull
@@ -53,30 +54,6 @@ ORPHAN_SECONDS = 3600.0
 
 A younger one may be about to be named.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class SealLimits:
-    """Limits of one seal, and of one file in it."""
-
-    commits: int = 50_000
-    """Commits in one seal, so that its memory is bounded."""
-    bytes: int = 256 << 20
-    """Bytes of commits in one seal, unless a single commit has more."""
-    merge_count: int = 8
-    """Seals of one level that become one of the next."""
-    merge_bytes: int = 1 << 30
-    merge_seconds: float = 86_400.0
-    """Seals that would hold more bytes, or span longer, are not merged.
-
-    Retention trims whole seals, so they must not grow further.
-    """
-    small_bytes: int = 64 << 20
-    """A smaller file is written again, together with its neighbours, when seals are merged."""
-    file_sizes: SealFileSizes = SEAL_FILE_SIZES
-
-
-SEAL_LIMITS = SealLimits()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +171,7 @@ class Sealer:
         except BaseException:
             tables.abandon()
             raise
-        return self._publish(replace(_seal_of(headers), files=tuple(sealed_files)), tables, _commit_rows(headers))
+        return self._publish(replace(seal_of_commits(headers), files=tuple(sealed_files)), tables, commit_rows(headers))
 
     def _publish(self, seal: Seal, tables: SealWriter, commits: pa.Table) -> Seal:
         """Publish a seal: files first, then the seal that names them, then the glob's links."""
@@ -202,7 +179,7 @@ class Sealer:
         temp = files.temp_path(files.scratch_folder(path.parent) / path.name)
         try:
             with files.explain_errors(path):
-                pq.write_table(_coalesced(commits), temp, compression="zstd")
+                pq.write_table(coalesced_commits(commits), temp, compression="zstd")
                 crc, size = checksum_of(temp)
                 files.put_file(temp, path)
                 files.sync_folder(path.parent)
@@ -472,54 +449,6 @@ def _files_of(log: LogPath, stem: str) -> tuple[SealedFile, ...]:
         return cold.read_seal(log, stem).files
     except FileNotFoundError:
         return ()
-
-
-def _commit_rows(headers: list[CommitHeader]) -> pa.Table:
-    columns = {
-        "commit": [header.commit for header in headers],
-        "end": [header.end.value for header in headers],
-        "next_seq": [header.next_seq for header in headers],
-        "transactions": [header.transactions for header in headers],
-        "rows": [header.rows for header in headers],
-        "written_at": [header.written_at for header in headers],
-        "committed_at": [header.committed_at for header in headers],
-    }
-    return pa.table(columns, schema=COMMIT_COLUMNS)
-
-
-def _coalesced(commits: pa.Table) -> pa.Table:
-    """Return the commits without those that only moved the position before another that did."""
-    empty = commits.column("rows").to_numpy() == 0
-    kept = ~empty
-    kept[:-1] |= ~empty[1:]
-    kept[-1] = True
-    return commits.filter(pa.array(kept))
-
-
-def _seal_of(headers: list[CommitHeader]) -> Seal:
-    first, last = headers[0], headers[-1]
-    times = [header.committed_at for header in headers if header.committed_at is not None]
-    return Seal(
-        log=first.log,
-        first=first.commit,
-        last=last.commit,
-        start=first.start,
-        end=last.end,
-        first_seq=first.next_seq - first.rows,
-        next_seq=last.next_seq,
-        transactions=sum(header.transactions for header in headers),
-        rows=sum(header.rows for header in headers),
-        shapes=last.shapes,
-        timeline=last.timeline,
-        written_from=first.written_at,
-        written_to=last.written_at,
-        committed_at=max(times, default=None),
-        sealed_at=0,
-        level=0,
-        commits_size=0,
-        commits_crc=0,
-        files=(),
-    )
 
 
 def _may_exist(path: LogPath) -> bool:

@@ -14,8 +14,9 @@ import pytest
 from tailrace.changelog.format import seal as cold
 from tailrace.changelog.format.seal import Seal, SealIndex, commits_path
 from tailrace.changelog.maintain.retention import RetentionPolicy, trim
+from tailrace.changelog.maintain.seal_contents import SealLimits
 from tailrace.changelog.maintain.seal_writer import SealFileSizes
-from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogCorrupt
 from tailrace.model import change

@@ -15,7 +15,8 @@ import pytest
 
 from tailrace.changelog.format.trimmed import NOTHING_TRIMMED, TrimRecord, read_trimmed, write_trimmed
 from tailrace.changelog.maintain.retention import RetentionPolicy, TrimResult, disk_bytes, hold_usages, trim
-from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.seal_contents import SealLimits
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read import consumers
 from tailrace.changelog.read.consumers import TableProgress, write_table_progress
 from tailrace.changelog.read.index import LogIndex

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tailrace.changelog.format.seal import commits_path, seal_path
+from tailrace.changelog.maintain.seal_contents import SealLimits
 from tailrace.changelog.maintain.seal_writer import SealFileSizes
-from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.read.sealed_rows import RowSpan, SealedFileReader
 from tailrace.model import change

@@ -16,8 +16,9 @@ import pytest
 
 from tailrace.changelog.format.commit_file import commit_path
 from tailrace.changelog.format.seal import commits_path, seal_path
+from tailrace.changelog.maintain.seal_contents import SealLimits
 from tailrace.changelog.maintain.seal_writer import SealFileSizes
-from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogBusy, LogCorrupt, LogUnusable

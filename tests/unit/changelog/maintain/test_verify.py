@@ -24,7 +24,8 @@ from tailrace.changelog.format.commit_file import commit_path
 from tailrace.changelog.maintain import verify, verify_files
 from tailrace.changelog.maintain.maintenance import MaintenancePolicy, maintain_once
 from tailrace.changelog.maintain.retention import RetentionPolicy, trim
-from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.seal_contents import SealLimits
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.maintain.verify_files import SeqDigest
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogUnusable

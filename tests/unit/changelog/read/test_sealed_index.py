@@ -9,7 +9,8 @@ import pytest
 from tailrace.changelog.format.commit_file import commit_path
 from tailrace.changelog.format.schemas import LogSchemaVersion
 from tailrace.changelog.maintain.retention import RetentionPolicy, trim
-from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.seal_contents import SealLimits
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read.consumers import TableProgress, write_table_progress
 from tailrace.changelog.read.index import LogIndex, Slice
 from tailrace.changelog.read.reader import ChangeLog

@@ -20,7 +20,8 @@ from deltalake import DeltaTable
 
 from tailrace import failpoints
 from tailrace.changelog.maintain.retention import RetentionPolicy, trim
-from tailrace.changelog.maintain.sealer import Sealer, SealLimits
+from tailrace.changelog.maintain.seal_contents import SealLimits
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
 from tailrace.model.position import Lsn
