@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from tailrace.model import change
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
-from tailrace.tables.fold.fold import UPSERT, FoldedChanges
+from tailrace.tables.fold.folded_changes import UPSERT, FoldedChanges
 
 Row = dict[str, Any]
 

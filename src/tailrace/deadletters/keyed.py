@@ -28,7 +28,8 @@ from tailrace.kernels import kernel
 from tailrace.model import change
 from tailrace.model.change import OPERATION_NAMES, Operation
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold.fold import ALIVE, GONE, UNTOUCHED, Codes, Flags, key_ordinals
+from tailrace.tables.fold.fold import ALIVE, GONE, UNTOUCHED
+from tailrace.tables.fold.folded_changes import Codes, Flags, key_ordinals
 from tailrace.tables.fold.row_ids import Ints, key_numbers, one_array
 from tailrace.tables.limits import find_unstorable_rows, find_unstorable_values
 

@@ -28,7 +28,8 @@ from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
 from tailrace.tables.evolve.schema_plan import ParseValue, no_value
-from tailrace.tables.fold.fold import Flags, as_type, fold, old_unfit, own_unfit
+from tailrace.tables.fold.fold import as_type, fold, old_unfit, own_unfit
+from tailrace.tables.fold.folded_changes import Flags
 from tailrace.tables.fold.row_ids import Ints, image_numbers, one_array
 from tailrace.tables.limits import find_unstorable_rows
 

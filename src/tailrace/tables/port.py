@@ -16,7 +16,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.tables.compaction_plan import UpkeepPlan, UpkeepResult
 from tailrace.tables.evolve.schema_plan import Recast
-from tailrace.tables.fold.fold import Flags, FoldedChanges
+from tailrace.tables.fold.folded_changes import Flags, FoldedChanges
 
 if TYPE_CHECKING:
     from tailrace.tables.spec import LoadOrigin

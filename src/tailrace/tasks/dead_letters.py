@@ -33,7 +33,7 @@ from tailrace.model import change
 from tailrace.model.schema import Column, TableSchema
 from tailrace.storage.files import LogPath
 from tailrace.tables.fold.by_mode import fold_by_mode
-from tailrace.tables.fold.fold import Flags, key_ordinals
+from tailrace.tables.fold.folded_changes import Flags, key_ordinals
 from tailrace.tables.fold.row_ids import one_array
 from tailrace.tables.fold.row_versions import LATEST, latest_times
 from tailrace.tables.port import AppliedPosition, Refetch, RepairableTable, WriteResult

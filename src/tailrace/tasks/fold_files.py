@@ -36,7 +36,7 @@ from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold.by_mode import fold_by_mode
-from tailrace.tables.fold.fold import UPSERT, FoldedChanges, TruncateEffect, folded_schema, key_ordinals
+from tailrace.tables.fold.folded_changes import UPSERT, FoldedChanges, TruncateEffect, folded_schema, key_ordinals
 from tailrace.tables.fold.row_hashes import RowHashes, RowHashSet, hash_images, hash_keys
 from tailrace.tables.fold.row_ids import key_numbers
 from tailrace.tables.fold.row_versions import LATEST, latest_times

@@ -25,7 +25,7 @@ from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import TailraceError
 from tailrace.model import change
 from tailrace.tables.delta.key_lookup import match_answers
-from tailrace.tables.fold.fold import Flags
+from tailrace.tables.fold.folded_changes import Flags
 from tailrace.tables.fold.row_ids import Ints
 from tailrace.tasks.dead_letters import (
     DEAD_LETTERS_MAX,

@@ -34,7 +34,7 @@ from tailrace.model.schema import TableId, TableSchema, table_token
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 from tailrace.tables.delta.key_lookup import match_answers
-from tailrace.tables.fold.fold import key_ordinals
+from tailrace.tables.fold.folded_changes import key_ordinals
 from tailrace.tables.fold.row_ids import key_numbers
 from tailrace.tables.fold.whole_rows import fold_for_upsert
 from tailrace.tables.limits import find_unstorable_rows

@@ -34,7 +34,7 @@ from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
 from tailrace.storage.files import LogPath
 from tailrace.tables.fold.by_mode import fold_by_mode, with_added_columns
-from tailrace.tables.fold.fold import FoldedChanges
+from tailrace.tables.fold.folded_changes import FoldedChanges
 from tailrace.tables.fold.whole_rows import whole_rows
 from tailrace.tables.location import TableLocation
 from tailrace.tables.port import AppliedPosition

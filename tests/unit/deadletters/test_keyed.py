@@ -17,7 +17,8 @@ from tailrace.errors import BaseRowMissing, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold import row_ids
-from tailrace.tables.fold.fold import Flags, fold, key_ordinals
+from tailrace.tables.fold.fold import fold
+from tailrace.tables.fold.folded_changes import Flags, key_ordinals
 from tests.support.changes import (
     COMPOSITE,
     SHOP,

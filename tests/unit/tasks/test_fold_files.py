@@ -26,7 +26,7 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import BaseRowMissing
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold.fold import DELETE, UPSERT, FoldedChanges, folded_schema
+from tailrace.tables.fold.folded_changes import DELETE, UPSERT, FoldedChanges, folded_schema
 from tailrace.tables.location import TableLocation
 from tailrace.tables.port import AppliedPosition
 from tailrace.tables.spec import PLAIN_MIRROR, TableSpec

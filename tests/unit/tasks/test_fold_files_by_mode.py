@@ -18,7 +18,7 @@ from tailrace.deadletters.store import DeadLetterStore
 from tailrace.errors import BaseRowMissing, DeadLettersFull, ValueUnfit
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold.by_mode import fold_by_mode
-from tailrace.tables.fold.fold import FoldedChanges
+from tailrace.tables.fold.folded_changes import FoldedChanges
 from tailrace.tables.spec import TableMode, TableSpec
 from tailrace.tasks import dead_letters, fold_files
 from tailrace.tasks.apply import read_changes

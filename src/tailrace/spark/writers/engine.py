@@ -29,7 +29,7 @@ from tailrace.model.schema import TableId
 from tailrace.spark.writers.delta_writer import SparkDeltaTable
 from tailrace.spark.writers.iceberg_writer import SparkIcebergTable
 from tailrace.spark.writers.merge_table import RefetchFrame
-from tailrace.tables.fold.fold import key_ordinals
+from tailrace.tables.fold.folded_changes import key_ordinals
 from tailrace.tables.iceberg.catalogs import Catalog
 from tailrace.tables.location import TableLocation
 from tailrace.tables.port import WriteResult

@@ -19,7 +19,7 @@ from tailrace.model import change
 from tailrace.model.schema import Column, TableSchema
 from tailrace.spark.session.arrow_types import spark_schema
 from tailrace.tables.delta.diff import RetirementRule
-from tailrace.tables.fold.fold import DELETE, END_VERSION, MARK_DELETED, UPSERT, TruncateEffect, key_ordinals
+from tailrace.tables.fold.folded_changes import DELETE, END_VERSION, MARK_DELETED, UPSERT, TruncateEffect, key_ordinals
 from tailrace.tables.spec import CURRENT, VALID_FROM, VALID_TO, TableMode, TableSpec
 
 

@@ -47,7 +47,14 @@ from tailrace.spark.writers.merge_sql import (
 from tailrace.spark.writers.staged_rows import no_rows, refuse_misfit_rows, staged_rows
 from tailrace.tables.delta.commit_log import REPLACE_HINT, CommitFiles, CommitRecord
 from tailrace.tables.fold.by_mode import retirement_rule, split_compared
-from tailrace.tables.fold.fold import DELETE, MARK_DELETED, UPSERT, FoldedChanges, TruncateEffect, key_ordinals
+from tailrace.tables.fold.folded_changes import (
+    DELETE,
+    MARK_DELETED,
+    UPSERT,
+    FoldedChanges,
+    TruncateEffect,
+    key_ordinals,
+)
 from tailrace.tables.fold.row_versions import clamp_truncate
 from tailrace.tables.port import AppliedPosition, Refetch, WriteResult
 from tailrace.tables.spec import CURRENT, LoadOrigin, TableMode, TableSpec

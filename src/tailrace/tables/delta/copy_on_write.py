@@ -29,7 +29,7 @@ from tailrace.tables.delta.diff import READ_ROWS, read_rows
 from tailrace.tables.delta.key_lookup import CHUNK_BYTES_MAX, CHUNK_ROWS_MIN, base_row_missing, merge_source
 from tailrace.tables.delta.schema_mapping import partition_values_of
 from tailrace.tables.evolve.recast_columns import retained_columns
-from tailrace.tables.fold.fold import (
+from tailrace.tables.fold.folded_changes import (
     END_VERSION,
     MARK_DELETED,
     UPSERT,

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.fold.fold import Flags, key_ordinals
+from tailrace.tables.fold.folded_changes import Flags, key_ordinals
 from tailrace.tables.fold.row_hashes import RowHashes, RowHashSet, hash_images, hash_keys
 from tailrace.tables.partitions import PartitionValues
 

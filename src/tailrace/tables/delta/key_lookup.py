@@ -17,7 +17,8 @@ from deltalake import DeltaTable
 
 from tailrace.errors import RELOAD_TABLE_HINT, BaseRowMissing
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold.fold import DELETE, MARK_DELETED, Codes, Flags, as_type, key_ordinals
+from tailrace.tables.fold.fold import as_type
+from tailrace.tables.fold.folded_changes import DELETE, MARK_DELETED, Codes, Flags, key_ordinals
 from tailrace.tables.fold.row_ids import Ints, key_numbers
 
 CHUNK_ROWS_MIN = 65_536

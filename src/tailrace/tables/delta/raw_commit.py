@@ -51,7 +51,7 @@ from tailrace.tables.delta.features import (
 )
 from tailrace.tables.delta.schema_mapping import partition_values_of
 from tailrace.tables.evolve.recast_columns import RecastColumns
-from tailrace.tables.fold.fold import Flags
+from tailrace.tables.fold.folded_changes import Flags
 from tailrace.tables.partitions import PartitionValues
 
 Action = dict[str, Any]

@@ -73,7 +73,7 @@ from tailrace.tables.evolve.recast_columns import (
 )
 from tailrace.tables.evolve.schema_plan import Recast
 from tailrace.tables.fold.by_mode import recast_for_spec, retirement_rule, split_compared, with_added_columns
-from tailrace.tables.fold.fold import UPSERT, Flags, FoldedChanges
+from tailrace.tables.fold.folded_changes import UPSERT, Flags, FoldedChanges
 from tailrace.tables.fold.row_versions import clamp_times
 from tailrace.tables.fold.whole_rows import fold_for_upsert, operations
 from tailrace.tables.limits import refuse_names

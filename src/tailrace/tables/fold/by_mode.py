@@ -21,18 +21,8 @@ from tailrace.model.change import Operation
 from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.delta.diff import RetirementRule
 from tailrace.tables.evolve.schema_plan import Recast
-from tailrace.tables.fold.fold import (
-    MARK_DELETED,
-    UPSERT,
-    FoldedChanges,
-    FoldInput,
-    TruncateEffect,
-    as_type,
-    fold,
-    folded_rows,
-    operation_codes,
-    refuse_unfit,
-)
+from tailrace.tables.fold.fold import FoldInput, as_type, fold, operation_codes, refuse_unfit
+from tailrace.tables.fold.folded_changes import MARK_DELETED, UPSERT, FoldedChanges, TruncateEffect, folded_rows
 from tailrace.tables.fold.row_states import RowStates
 from tailrace.tables.fold.row_versions import fold_versions
 from tailrace.tables.spec import CURRENT, PLAIN_MIRROR, VALID_FROM, VALID_TO, LoadOrigin, TableMode, TableSpec

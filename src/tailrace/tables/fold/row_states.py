@@ -16,19 +16,15 @@ import pyarrow as pa
 from tailrace.kernels import kernel
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold.fold import (
+from tailrace.tables.fold.fold import FoldInput, KeyNumbers, UnsentValues, operation_codes, refuse_unfit
+from tailrace.tables.fold.folded_changes import (
     NOWHERE,
     UPSERT,
     Codes,
     Flags,
-    FoldInput,
-    KeyNumbers,
-    UnsentValues,
     folded_rows,
     key_ordinals,
-    operation_codes,
     ordinal_lists,
-    refuse_unfit,
     take_rows,
 )
 from tailrace.tables.fold.row_ids import Ints

@@ -21,7 +21,8 @@ import pyarrow as pa
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
 from tailrace.tables.delta.diff import clamp_to_minimum
-from tailrace.tables.fold.fold import END_VERSION, UPSERT, Flags, FoldedChanges, TruncateEffect, as_type
+from tailrace.tables.fold.fold import as_type
+from tailrace.tables.fold.folded_changes import END_VERSION, UPSERT, Flags, FoldedChanges, TruncateEffect
 from tailrace.tables.fold.row_ids import Ints
 from tailrace.tables.fold.row_states import RowStates
 from tailrace.tables.spec import CURRENT, TIME, VALID_FROM, VALID_TO, TableSpec

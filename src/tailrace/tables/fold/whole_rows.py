@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold.by_mode import with_added_columns
-from tailrace.tables.fold.fold import END_VERSION, UPSERT, FoldedChanges, as_type, folded_rows, folded_schema
+from tailrace.tables.fold.fold import as_type
+from tailrace.tables.fold.folded_changes import END_VERSION, UPSERT, FoldedChanges, folded_rows, folded_schema
 from tailrace.tables.port import AppliedPosition
 from tailrace.tables.spec import CURRENT, TIME, VALID_FROM, VALID_TO, LoadOrigin, TableMode, TableSpec
 

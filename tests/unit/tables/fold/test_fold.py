@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tailrace.errors import BaseRowMissing, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import Identity, TableSchema
-from tailrace.tables.fold.fold import DELETE, UPSERT, FoldedChanges, fold, folded_schema
+from tailrace.tables.fold.fold import fold
+from tailrace.tables.fold.folded_changes import DELETE, UPSERT, FoldedChanges, folded_schema
 from tests.support.changes import (
     KEYLESS,
     SHOP,
