@@ -30,21 +30,20 @@ import pyarrow.parquet as pq
 
 from tailrace.changelog.read.index import Slice
 from tailrace.deadletters.keyed import has_unfit, unfit_cause
-from tailrace.deadletters.keyless import split_updates
 from tailrace.errors import TailraceError
 from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold.by_mode import fold_by_mode
-from tailrace.tables.fold.folded_changes import UPSERT, FoldedChanges, TruncateEffect, folded_schema, key_ordinals
-from tailrace.tables.fold.row_hashes import RowHashes, RowHashSet, hash_images, hash_keys
-from tailrace.tables.fold.row_ids import key_numbers
+from tailrace.tables.fold.folded_changes import UPSERT, FoldedChanges, TruncateEffect, folded_schema
+from tailrace.tables.fold.row_hashes import RowHashes, RowHashSet
 from tailrace.tables.fold.row_versions import LATEST, latest_times
 from tailrace.tables.limits import refuse_far_dates
 from tailrace.tables.partitions import partition_texts, refuse_unusable_values
 from tailrace.tables.size_estimate import SizeEstimate, estimate_bytes
 from tailrace.tables.spec import TableMode
 from tailrace.tasks.apply import read_change_batches
+from tailrace.tasks.fold_buckets import changes_by_bucket, hashes_of_partial_moves, is_operation
 from tailrace.tasks.fold_rejects import TaskRejects, split_rejects_to_file
 from tailrace.tasks.work import ApplyWork, as_tailrace_error
 
@@ -57,7 +56,6 @@ BATCH_ROWS_MAX = 1 << 12
 GROUP_ROWS_MAX = 1 << 17
 PARTITIONS_MAX = 100
 """Limit of partition values that are listed by name."""
-_SEED = 0
 
 RunFold = Callable[[Callable[[Any], Any], Sequence[Any]], Sequence[Any]]
 """Runs one task per piece of work, here or on Spark; returns the results in the order of the work."""
@@ -340,11 +338,11 @@ def _summarise_part(part: _FoldPart) -> _PartSummary | TailraceError:
         for batch in part.batches():
             rows += batch.num_rows
             size.add(batch)
-            truncates = batch.column(change.SEQ).filter(_is(batch, Operation.TRUNCATE))
+            truncates = batch.column(change.SEQ).filter(is_operation(batch, Operation.TRUNCATE))
             truncated_at = truncates[-1].as_py() if len(truncates) else truncated_at
             latest = max(latest, int(latest_times(pa.Table.from_batches([batch]))[-1]))
             if part.work.schema.key:
-                moves += _moves(part.work.schema, batch)
+                moves += hashes_of_partial_moves(part.work.schema, batch)
         np.save(part.scratch / f"moves-{part.number:05d}.npy", np.concatenate([np.empty((0, 2), np.uint64), *moves]))
     except Exception as error:  # the task's boundary
         return as_tailrace_error(error)
@@ -364,7 +362,7 @@ def _distribute(part: _FoldPart) -> int | TailraceError:
                     times = np.maximum(latest_times(pa.Table.from_batches([batch])), latest)
                     batch, latest = batch.append_column(LATEST, pa.array(times)), int(times[-1])
                 batch = _after(batch, part.truncated_at)
-                for bucket, rows in _changes_by_bucket(schema, batch, moved, part.buckets, all_count):
+                for bucket, rows in changes_by_bucket(schema, batch, moved, part.buckets, all_count):
                     if bucket not in writers:
                         file = stack.enter_context(_file(part.scratch, bucket, part.number).open("xb"))
                         writers[bucket] = stack.enter_context(pa.ipc.new_stream(file, rows.schema))
@@ -413,79 +411,8 @@ def _pieces(batch: pa.RecordBatch, rows_max: int) -> Iterator[pa.RecordBatch]:
         begin = end
 
 
-def _is(batch: pa.RecordBatch, operation: Operation) -> Any:
-    return pc.equal(batch.column(change.OP), operation.value)
-
-
 def _after(batch: pa.RecordBatch, seq: int | None) -> pa.RecordBatch:
     return batch if seq is None else batch.filter(pc.greater(batch.column(change.SEQ), seq))
-
-
-def _own(schema: TableSchema, batch: pa.RecordBatch) -> list[Any]:
-    return [batch.column(change.stored_name(column.name)) for column in schema.columns]
-
-
-def _keys(schema: TableSchema, batch: pa.RecordBatch) -> list[Any]:
-    own = _own(schema, batch)
-    return [own[i] for i in key_ordinals(schema)]
-
-
-def _moves(schema: TableSchema, batch: pa.RecordBatch) -> Iterator[RowHashes]:
-    """Yield hashes of the old and the new keys of key moves with unsent values."""
-    partial = pc.and_(
-        batch.column(change.MOVED_FROM).is_valid(),
-        pc.greater(pc.fill_null(pc.list_value_length(batch.column(change.UNCHANGED)), 0), 0),
-    )
-    rows = batch.filter(partial)
-    if rows.num_rows:
-        old = rows.column(change.MOVED_FROM)
-        yield hash_keys(_keys(schema, rows), _SEED)
-        yield hash_keys([pc.struct_field(old, [i]) for i in range(old.type.num_fields)], _SEED)
-
-
-def _changes_by_bucket(
-    schema: TableSchema, batch: pa.RecordBatch, moved: RowHashSet, buckets: int, all_count: bool
-) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield the changes by bucket, in order; a TRUNCATE goes to every bucket."""
-    if not all_count:  # the batch has neither a TRUNCATE nor a change before one
-        yield from _keyed_changes_by_bucket(
-            schema, batch if not schema.key else _last_of_each(schema, batch), moved, buckets
-        )
-        return
-    begin = 0
-    for at in np.flatnonzero(_is(batch, Operation.TRUNCATE).to_numpy(zero_copy_only=False)).tolist():
-        yield from _keyed_changes_by_bucket(schema, batch.slice(begin, at - begin), moved, buckets)
-        yield from ((bucket, batch.slice(at, 1)) for bucket in range(buckets))
-        begin = at + 1
-    yield from _keyed_changes_by_bucket(schema, batch.slice(begin), moved, buckets)
-
-
-def _keyed_changes_by_bucket(
-    schema: TableSchema, batch: pa.RecordBatch, moved: RowHashSet, buckets: int
-) -> Iterator[tuple[int, pa.RecordBatch]]:
-    if not batch.num_rows:
-        return
-    if schema.key:
-        prints = hash_keys(_keys(schema, batch), _SEED)
-        number = np.where(moved.find(prints) >= 0, 0, prints[:, 0] % buckets) if len(moved) else prints[:, 0] % buckets
-    else:
-        (batch,) = split_updates(schema, pa.Table.from_batches([batch])).combine_chunks().to_batches()
-        number = hash_images(_own(schema, batch), _SEED)[:, 0] % buckets
-    order = np.argsort(number, kind="stable")
-    batch, sorted_numbers = batch.take(pa.array(order)), number[order]
-    starts = np.flatnonzero(np.append(True, sorted_numbers[1:] != sorted_numbers[:-1]))
-    for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-        yield int(sorted_numbers[start]), batch.slice(start, end - start)
-
-
-def _last_of_each(schema: TableSchema, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the last change of each key; or all changes, if one has an unsent or unfit value."""
-    if any(batch.column(name).null_count < batch.num_rows for name in (change.UNCHANGED, change.UNFIT)):
-        return batch
-    numbered = key_numbers(_keys(schema, batch))
-    last = np.full(numbered.limit, -1, np.int64)
-    last[numbered.numbers] = np.arange(batch.num_rows)
-    return batch.take(pa.array(np.sort(last[last >= 0])))
 
 
 def _truncate(schema: TableSchema) -> pa.Table:
