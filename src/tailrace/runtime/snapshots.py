@@ -16,26 +16,23 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.capture.port import Scan, Scannable, ScanPiece
 from tailrace.errors import SourceSlow, SourceUnreachable, TailraceError, Unsupported
 from tailrace.model import change
-from tailrace.model.batch import AnyWindow, ChangeBatch, Window
-from tailrace.model.change import Operation
-from tailrace.model.position_kinds import Position
+from tailrace.model.batch import AnyWindow
 from tailrace.model.schema import TableId
 from tailrace.runtime.handle import Control, SnapshotRequest
 from tailrace.runtime.intake import Outage
 from tailrace.runtime.observers import Lost, ObserverList, SnapshotBegun, SnapshotEnded, TableRead
-from tailrace.runtime.output_batch import Limits, slice_window, window_bytes
+from tailrace.runtime.output_batch import Limits
+from tailrace.runtime.piece_delivery import PieceDelivery, window_of_piece
 from tailrace.runtime.position_store import ResumePoint
 from tailrace.runtime.snapshot_job import SnapshotJob
 from tailrace.runtime.transform_runner import TransformRunner
@@ -54,43 +51,6 @@ class SaveResumePoint(Protocol):
 
     def __call__(self, point: ResumePoint, *, moved: bool) -> None:
         """Save the point. `moved` is true if the source has delivered something since the last one."""
-
-
-@dataclass
-class PieceDelivery:
-    """The delivery of one piece of a scan, after the rules."""
-
-    piece: ScanPiece
-    window: AnyWindow
-    source_rows: npt.NDArray[np.int64]
-    """For each row, in order, the row of the piece that it was made of."""
-    acknowledged: int = 0
-    handed_out_until: int = 0
-
-    def hand_out(self, limits: Limits) -> AnyWindow:
-        """Return as many of the rows as a batch holds."""
-        size = max(1, window_bytes(self.window))
-        room = max(1, min(limits.rows, limits.bytes * self.window.rows // size))
-        self.handed_out_until = min(self.acknowledged + room, self.window.rows)
-        return slice_window(self.window, self.acknowledged, self.handed_out_until)
-
-    @property
-    def handed_out(self) -> AnyWindow | None:
-        """The rows that are handed out and not acknowledged."""
-        return (
-            slice_window(self.window, self.acknowledged, self.handed_out_until)
-            if self.acknowledged < self.handed_out_until
-            else None
-        )
-
-    def scan_record_after(self, rows: int) -> Mapping[str, Any]:
-        """Return the scan's record for after so many more rows are acknowledged."""
-        after = self.acknowledged + rows
-        if after >= self.window.rows:
-            return self.piece.record(len(self.piece.data))
-        # A row that rules turned into two is done when both are.
-        whole = min(int(self.source_rows[after - 1]) + 1, int(self.source_rows[after])) if after else 0
-        return self.piece.record(whole)
 
 
 class SnapshotRunner:
@@ -413,7 +373,7 @@ class SnapshotRunner:
     def _apply_rules(self, point: ResumePoint) -> None:
         """Apply the rules to the piece and prepare its delivery. If they halt, the piece stays."""
         assert self._piece is not None, "a piece was read"
-        read = _window(self._piece, point.position)
+        read = window_of_piece(self._piece, point.position)
         batches = self._rules.transform_batches(read.batches)
         piece, self._piece = self._piece, None
         if not batches:
@@ -487,23 +447,3 @@ class SnapshotRunner:
         scan, self._scan = self._scan, None
         if scan is not None:
             scan.close()
-
-
-def _window(piece: ScanPiece, at: Position) -> AnyWindow:
-    """Return rows of a scan as changes: operation `read`, no transaction, at the scan's position."""
-    count, now = len(piece.data), time.time_ns() // 1000
-    always = {
-        change.OP: pa.repeat(pa.scalar(Operation.READ.value, pa.string()), count),
-        change.SEQ: pa.array(np.arange(count), pa.int64()),
-        change.POSITION: pa.repeat(pa.scalar(str(piece.position), pa.string()), count),
-        change.TX: pa.repeat(pa.scalar(0, pa.int64()), count),
-        change.TX_INDEX: pa.array(np.arange(count), pa.int32()),
-        change.COMMITTED_AT: pa.repeat(pa.scalar(now, pa.timestamp("us", "UTC")), count),
-    }
-    own = [pa.field(change.stored_name(column.name), column.type) for column in piece.schema.columns]
-    data = pa.RecordBatch.from_arrays(
-        [*(always[field.name] for field in change.REQUIRED), *piece.data.columns],
-        schema=pa.schema([*change.REQUIRED, *own]),
-    )
-    batch = ChangeBatch(schema=piece.schema, data=data)
-    return Window(start=at, end=at, batches=(batch,), rows=count)
