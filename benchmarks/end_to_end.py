@@ -39,7 +39,8 @@ from benchmarks.measure import BenchError, progress, scaled
 from benchmarks.pipelines import running
 from benchmarks.steady_load import CHANGES_PER_TRANSACTION
 from benchmarks.workloads import orders_table
-from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.server_binaries import ServerFailed
 
 LIMIT_SECONDS = {"p50": 6.0, "p99": 15.0}
 KEEPS_UP = "keeps up"

@@ -30,7 +30,8 @@ from benchmarks.measure import BenchError, progress, scaled
 from benchmarks.pipelines import FreshReader, running
 from benchmarks.postgres import Admin, ask, server_settings
 from benchmarks.workloads import orders_table
-from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.server_binaries import ServerFailed
 
 COST_TIMES_MAX = 2.0
 TABLES_FEW, TABLES_MANY = 5, 200

@@ -40,7 +40,8 @@ from benchmarks.postgres import (
 )
 from benchmarks.workloads import one_transaction
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.server_binaries import ServerFailed
 
 MIB = 1 << 20
 MEMORY_MIB_MAX = 600

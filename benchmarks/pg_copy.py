@@ -41,7 +41,8 @@ from benchmarks import machine, ours
 from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import BenchError, Measured, progress, scaled
 from benchmarks.postgres import DATABASE, USER, fill, server_settings
-from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.server_binaries import ServerFailed
 
 ROWS = 2_000_000
 PSQL, ADBC = "psql", "ADBC"

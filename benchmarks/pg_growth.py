@@ -40,7 +40,8 @@ from benchmarks.postgres import (
     write_backlog,
 )
 from benchmarks.workloads import SPREAD_TRANSACTION_ROWS, Workload, spread
-from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.server_binaries import ServerFailed
 
 COST_TIMES_MAX = {"20 M changes": 1.1, "200 tables": 1.5}
 CHANGES, CHANGES_MANY, CHANGES_WIDE, TABLES_MANY = 1_000_000, 20_000_000, 4_000_000, 200

@@ -34,7 +34,8 @@ from benchmarks import machine, ours
 from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import BenchError, progress, scaled
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.server_binaries import ServerFailed
 from tailrace.errors import TailraceError
 
 LIMIT_MS = {"p50": 10.0, "p99": 60.0}

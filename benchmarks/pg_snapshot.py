@@ -42,7 +42,8 @@ from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import BenchError, Measured, progress, scaled
 from benchmarks.postgres import DATABASE, USER, fill, server_settings
 from benchmarks.workloads import PUBLICATION
-from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.server_binaries import ServerFailed
 
 ROWS = 5_000_000
 WALL, CPU = "wall time", "client CPU"

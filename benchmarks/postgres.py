@@ -19,7 +19,8 @@ import psycopg
 from benchmarks import machine, ours
 from benchmarks.measure import BenchError, Measured, Result, Round, progress, scaled
 from benchmarks.workloads import PUBLICATION, Workload, one_transaction
-from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.server_binaries import ServerFailed
 
 DATABASE, USER = "postgres", "postgres"
 SLOT_RELEASE_SECONDS_MAX = 30.0

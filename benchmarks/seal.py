@@ -33,7 +33,8 @@ from benchmarks.postgres import (
     wait_until_released,
     write_backlog,
 )
-from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.server_binaries import ServerFailed
 
 RATE_TIMES_MIN = 3.0
 ROWS = 500_000

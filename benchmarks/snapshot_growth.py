@@ -25,7 +25,8 @@ from benchmarks.measure import BenchError, Measured, progress, scaled
 from benchmarks.pg_snapshot import SUBJECT, Loader, checksum, loader
 from benchmarks.postgres import DATABASE, Admin, ask, server_settings
 from benchmarks.workloads import one_transaction
-from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.server_binaries import ServerFailed
 
 MIB = 1 << 20
 ROWS = {"few": 1_000_000, "many": 20_000_000}

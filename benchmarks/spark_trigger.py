@@ -24,7 +24,8 @@ from benchmarks import machine, ours
 from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import BenchError, progress, scaled
 from benchmarks.pg_latency import SETTINGS
-from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.server_binaries import ServerFailed
 from tailrace.errors import TailraceError
 
 LIMIT_MS = 400.0

@@ -19,7 +19,8 @@ import psycopg
 import pytest
 
 from tailrace.demo import server as server_module
-from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.server_binaries import ServerFailed
 
 FAST = {"fsync": "off"}
 SECONDS_MAX = 240.0

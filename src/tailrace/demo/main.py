@@ -20,7 +20,8 @@ from rich.table import Table
 from tailrace.cli import log_lines
 from tailrace.cli.status_view import LiveObserver, PlainObserver, QuietObserver, observer_for
 from tailrace.demo.compare import TableVerdict, compare
-from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.server_binaries import ServerFailed
 from tailrace.demo.shop import SCHEMA_SQL, TABLES, Workload, load_first_rows
 from tailrace.errors import ConfigError, ExitCode, TailraceError
 from tailrace.model.position import Lsn

