@@ -13,7 +13,8 @@ import pytest
 
 from tailrace import failpoints
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.demo.shop import SCHEMA_SQL, TABLES, Workload, load_first_rows
+from tailrace.demo.shop import Workload
+from tailrace.demo.shop_tables import SCHEMA_SQL, TABLES, load_first_rows
 from tests.support.pipelines import Pipeline, assert_log_is_whole, descendants, eventually, group_members
 
 NAMES = [table for _, table in TABLES]

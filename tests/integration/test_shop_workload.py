@@ -11,7 +11,8 @@ import pytest
 from psycopg.rows import TupleRow
 
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.demo.shop import LARGE_BYTES_MIN, OPERATIONS, SCHEMA_SQL, TABLES, Workload, load_first_rows
+from tailrace.demo.shop import LARGE_BYTES_MIN, OPERATIONS, Workload
+from tailrace.demo.shop_tables import SCHEMA_SQL, TABLES, load_first_rows
 
 Connection = psycopg.Connection[TupleRow]
 SETTLE_SECONDS_MAX = 240.0

@@ -22,7 +22,8 @@ from tailrace.cli.status_view import LiveObserver, PlainObserver, QuietObserver,
 from tailrace.demo.compare import TableVerdict, compare
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.demo.server_binaries import ServerFailed
-from tailrace.demo.shop import SCHEMA_SQL, TABLES, Workload, load_first_rows
+from tailrace.demo.shop import Workload
+from tailrace.demo.shop_tables import SCHEMA_SQL, TABLES, load_first_rows
 from tailrace.errors import ConfigError, ExitCode, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.pipeline import runner
