@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 from tailrace import failpoints
-from tailrace.capture.postgres import preflight
+from tailrace.capture.postgres import publications
 from tailrace.capture.postgres.chunks import ChunkKind
 from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.snapshot import BarrierSnapshot
@@ -458,7 +458,7 @@ def test_a_server_that_goes_away_between_two_questions_is_told_as_ours(
         execute(database, f"SELECT pg_terminate_backend({connection.info.backend_pid}, 5000)")
         connection.execute("SELECT 1")
 
-    monkeypatch.setattr(preflight, "select_tables", gone)
+    monkeypatch.setattr(publications, "select_tables", gone)
     with pytest.raises(SourceUnreachable):  # whoever asks again knows it, and a thread that publishes lives on
         getattr(source, ask)()
 

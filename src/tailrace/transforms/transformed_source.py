@@ -19,7 +19,7 @@ from tailrace.capture.port import SourceId, TimelineStream
 from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.capture.postgres.chunks import Chunk, ChunkKind, Plan
 from tailrace.capture.postgres.config import PostgresSettings
-from tailrace.capture.postgres.preflight import PublishedTables
+from tailrace.capture.postgres.publications import PublishedTables
 from tailrace.capture.postgres.snapshot import OPEN_SECONDS_MAX, ExactSnapshot, SnapshotReader
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.capture.postgres.table_scan import PostgresScan

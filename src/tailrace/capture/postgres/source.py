@@ -11,12 +11,12 @@ import psycopg
 import pyarrow as pa
 
 from tailrace.capture.port import Capabilities, Lag, SourceId, TimelineStream
-from tailrace.capture.postgres import preflight, server_history, values
+from tailrace.capture.postgres import preflight, publications, server_history, values
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
 from tailrace.capture.postgres.chunks import CHUNK_BYTES, ChunkKind, Plan, find_leaves, plan_table
 from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.connect import connect, connect_replication, map_error, redacted_url
-from tailrace.capture.postgres.preflight import PublishedTables
+from tailrace.capture.postgres.publications import PublishedTables
 from tailrace.capture.postgres.row_condition import require_valid_condition
 from tailrace.capture.postgres.snapshot import (
     OPEN_SECONDS_MAX,
@@ -86,7 +86,7 @@ class PostgresCapture:
         with self._connected() as connection:
             preflight.check_origin(connection, self.settings)
             self._published = self._wanted(connection)
-            if not preflight.ensure_publications(connection, self.settings, self.on_publish):
+            if not publications.ensure_publications(connection, self.settings, self.on_publish):
                 raise ConfigError(
                     "no table at the source matches the settings",
                     source=redacted_url(self.settings.url),
@@ -120,16 +120,16 @@ class PostgresCapture:
             _wait_briefly(connection)
             wanted = self._wanted(connection)
             if wanted and wanted != self._published:
-                preflight.ensure_publications(connection, self.settings, self.on_publish)
+                publications.ensure_publications(connection, self.settings, self.on_publish)
             self._published = wanted
 
     def _wanted(self, connection: psycopg.Connection) -> set[tuple[int, Identity]]:
-        return {(table.oid, table.identity) for table in preflight.select_tables(connection, self.settings)}
+        return {(table.oid, table.identity) for table in publications.select_tables(connection, self.settings)}
 
     def tables(self) -> list[SourceTable]:
         """Return the wanted tables, as the catalogue has them now."""
         with self._connected() as connection:
-            return preflight.select_tables(connection, self.settings)
+            return publications.select_tables(connection, self.settings)
 
     @property
     def discovers_tables(self) -> bool:
@@ -146,7 +146,7 @@ class PostgresCapture:
     def publications_by_table(self) -> dict[TableId, set[str]]:
         """Return the publications of ours that contain each table now."""
         with self._connected() as connection:
-            return preflight.publications_by_table(connection, self.settings)
+            return publications.publications_by_table(connection, self.settings)
 
     def definition_versions(self, tables: Sequence[TableId]) -> dict[TableId, str]:
         """Return, per existing table, a text that changes with its definition or storage."""
@@ -285,7 +285,7 @@ class PostgresCapture:
             removed = []
             if self.settings.slot_create and preflight.drop_slot(connection, self.settings.slot):
                 removed.append(f"slot {self.settings.slot}")
-            removed += [f"publication {name}" for name in preflight.drop_publications(connection, self.settings)]
+            removed += [f"publication {name}" for name in publications.drop_publications(connection, self.settings)]
             return removed
 
 

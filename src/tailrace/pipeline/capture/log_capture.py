@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from tailrace.capture.port import SourceId, Stream
-from tailrace.capture.postgres.preflight import PublishedTables
+from tailrace.capture.postgres.publications import PublishedTables
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.changelog.format.commit_file import CommitHeader
 from tailrace.changelog.format.coverage import announce_tables, confirm_tables
