@@ -235,7 +235,7 @@ def test_what_would_be_done_is_told_and_nothing_is_touched(database: str, tmp_pa
         assert found["changes"]["steps"] == ["add d"], "a change did not bring what came later; under the lake's name"
         said = scene.pipeline.ask("evolve", "--dry-run").stdout
         assert "public.t_retype_using: reload: its rows were rewritten\n" in said
-        assert "public.t_rename: stops: renamed a to z. `evolution.rename` is `stop` for it." in said
+        assert "public.t_rename: stop: renamed a to z. `evolution.rename` is `stop` for it." in said
         assert "public.t_default: nothing to do\n" in said
         assert {table: lake_version(tmp_path, table) for table in tables.values()} == versions
         refused = scene.pipeline.ask("evolve")

@@ -271,7 +271,7 @@ def test_the_tools_know_a_table_by_the_name_that_a_rule_gave_it(database: str, t
             assert done.returncode == 0, done.stderr
         assert found_in(scene.settings, *HOLDS) == wanted(database)
         assert "public.orders" not in scene.pipeline.ask("status").stdout
-        assert "no table of this pipeline" in scene.pipeline.ask("rebuild", "public.orders").stderr
+        assert "is not a table of this pipeline" in scene.pipeline.ask("rebuild", "public.orders").stderr
         assert "matches no table" in scene.pipeline.ask("snapshot", "public.orders").stderr
     # Another condition: both tables of the rule are loaded anew, and nobody is surprised.
     with_rules(scene, RULES.replace("'DE'", "'FR'"))

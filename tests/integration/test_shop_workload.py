@@ -154,7 +154,7 @@ def test_an_error_ends_it_and_is_raised_by_stop(server: EmbeddedPostgres, shop: 
 
 def test_an_empty_shop_is_said_to_be_empty(server: EmbeddedPostgres, shop: Connection) -> None:
     shop.execute("TRUNCATE customers, products, orders, order_items")
-    with pytest.raises(ValueError, match="seed"):
+    with pytest.raises(ValueError, match="load_first_rows"):
         run_until(Workload(server.url()), 1)
 
 

@@ -6,8 +6,8 @@ What must stay true:
   sends the postmaster SIGQUIT (Linux). That signal follows the *thread* that called `start()`: call it from one that
   runs as long as the server is needed.
 - The server never runs as root: when we are root it runs as `postgres` or `nobody`. That user must be able to reach the
-  binaries (copied to a cache folder if it cannot) and the data folder (ours, under the system's temporary folder,
-  unless the caller names one).
+  binaries and the data folder. Binaries that it cannot reach are copied to a cache folder. The data folder is ours,
+  under the system's temporary folder, unless the caller names one.
 - A folder that we created is removed by `stop()`. A folder that the caller named is never removed.
 - `start()` returns only once the server accepts connections, and within a bounded time.
 - The port stays the same as long as the object exists, so a URL stays valid after `restart()` and `kill()`.

@@ -87,7 +87,7 @@ def _keyed_changes_by_bucket(
 
 
 def _last_of_each(schema: TableSchema, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the last change of each key; or all changes, if one has an unsent or unfit value."""
+    """Return the last change of each key. Or all changes, if one has an unsent or unfit value."""
     if any(batch.column(name).null_count < batch.num_rows for name in (change.UNCHANGED, change.UNFIT)):
         return batch
     numbered = key_numbers(_keys(schema, batch))

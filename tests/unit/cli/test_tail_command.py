@@ -163,20 +163,22 @@ def test_commits_trimmed_before_they_were_printed_are_reported_on_stderr(diary: 
 
 def test_ctrl_c_ends_it_silently(diary: Diary) -> None:
     file = str(diary.path.parent / "tailrace.yaml")
-    running = subprocess.Popen(
+    # A shell that starts a job in the background has it ignore Ctrl-C, and a child inherits that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(
         [sys.executable, "-m", "tailrace", "tail", file, "--from-start", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    try:
-        assert running.stdout is not None
-        assert json.loads(running.stdout.readline())["seq"] == 1
-        running.send_signal(signal.SIGINT)
-        rest, stderr = running.communicate(timeout=20)
-    finally:
-        running.kill()
-        running.wait()
+    ) as running:
+        signal.signal(signal.SIGINT, before)
+        try:
+            assert running.stdout is not None
+            assert json.loads(running.stdout.readline())["seq"] == 1
+            running.send_signal(signal.SIGINT)
+            rest, stderr = running.communicate(timeout=20)
+        finally:
+            running.kill()
     assert (running.returncode, stderr) == (0, "")
     assert all(json.loads(one) for one in rest.splitlines()), "no line was torn"
 

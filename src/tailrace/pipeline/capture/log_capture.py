@@ -1,8 +1,8 @@
 """Capture changes into the log: no Spark, no Java, a process of its own.
 
 A first start makes the log's meta.json, publication, slot and first commit, in this order; after a crash in between the
-next start continues there. A later start, and every opening of the stream, refuses to continue unless two things hold:
-the log's position is in the server's own past, and the slot can still deliver everything after it. Once another process
+next start continues there. A later start, and every opening of the stream, refuses to continue unless two things hold.
+The log's position is in the server's own past, and the slot can still deliver everything after it. Once another process
 has taken over the log, nothing more is written or confirmed, and soon nothing more is read.
 """
 
