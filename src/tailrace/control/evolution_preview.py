@@ -112,7 +112,7 @@ def _widened_columns(spec: TableSpec, old: TableSchema, new: TableSchema) -> Ite
 def _kept_columns(columns: set[str], before: TableSchema, recast: Recast) -> Iterator[str]:
     """Yield columns that the source no longer has and that newly stay.
 
-    `held` becomes the columns that the table has after this step.
+    `columns` becomes the columns that the table has after this step.
     """
     plan = plan_columns(dict.fromkeys(columns, pa.null()), recast)
     for column, old in list(zip(plan.columns, plan.source_names, strict=True))[len(recast.schema.columns) :]:

@@ -238,7 +238,7 @@ class _TableRebuild:
             return "it is ahead of the log"
         if self._to is not None and applied.position > self._to:
             return _TOO_NEW
-        if self._to is not None and base.recast and not self._has_schema_change(managed):
+        if self._to is not None and base.recast and not self._has_changes_in_base_schema(managed):
             return "its schema is newer than the given position"
         if (mixed_reason := self._mixed_reason(base, managed)) is not None:
             return mixed_reason
@@ -266,7 +266,7 @@ class _TableRebuild:
     def _mixed_reason(self, base: RebuildBase, managed: ManagedTable) -> str | None:
         """Return why a base with rows read at different times cannot be used.
 
-        For a kept load, the log brings all rows to one position, as it did after the load commit; see `_take`.
+        For a kept load, the log brings all rows to one position, as it did after the load commit; see `_apply`.
         """
         load = base.commit_record.applied_position.load
         if load is not None and self._registry.load_store.ahead_ranges(load) is None:
@@ -289,8 +289,8 @@ class _TableRebuild:
         pending = self._registry.pending(managed, self._index.last_commit)
         return until if any(self._index.start_of(item.first) < until for item in pending) else None
 
-    def _has_schema_change(self, managed: ManagedTable) -> bool:
-        """Return whether a schema change of the table is among the changes to replay."""
+    def _has_changes_in_base_schema(self, managed: ManagedTable) -> bool:
+        """Return whether a change to replay already has the schema of the base."""
         schema = managed.schema
         assert schema is not None, "a base has one"
         return any(

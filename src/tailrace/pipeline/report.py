@@ -23,8 +23,8 @@ class TableState(enum.Enum):
     """The globs match the table, and its lake table holds no position of this log. Never stored: it follows from
     that."""
     SEEDING = "seeding"
-    """The first load is reading the source. Set by the process that loads. Not stored: a load that died starts again
-    from `new`."""
+    """The first load is reading the source. Set by the process that loads. Not stored: after a
+    crash the table is `new` until its recorded load resumes."""
     CATCHING_UP = "catching_up"
     """Loaded, but behind the log as it was when apply last looked. Never stored: it follows from the position in the
     table's own commit."""
@@ -32,10 +32,10 @@ class TableState(enum.Enum):
     """Everything that the log held when apply last looked is applied. Never stored: it follows from the same
     position."""
     REFRESHING = "refreshing"
-    """A reload runs while the old rows stay readable. Set by apply when rows at rest have changed. Stored until the
-    load commit."""
+    """A reload runs while the old rows stay readable. Set by apply when the log cannot complete the table.
+    Stored until the load commit."""
     PAUSED = "paused"
-    """An operator holds the table back. Stored until the operator resumes it."""
+    """A person has paused or stopped the table's loads. Stored until they are resumed."""
     LOADED = "loaded"
     """The table is loaded once and gets no changes: its mode is `initial_only`. Never stored: it follows from the
     mode."""

@@ -50,7 +50,10 @@ class SaveResumePoint(Protocol):
     """A function that makes a resume point durable."""
 
     def __call__(self, point: ResumePoint, *, moved: bool) -> None:
-        """Save the point. `moved` is true if the source has delivered something since the last one."""
+        """Save the point.
+
+        `moved` is true if the source has delivered something since the last one, and not only announced it.
+        """
 
 
 class SnapshotRunner:

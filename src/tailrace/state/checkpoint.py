@@ -7,7 +7,7 @@ Every store keeps these promises, and `tailrace.testing.store_checks` checks the
 - None means that nothing was ever saved under the key. An unreadable checkpoint is an error.
 - A position never goes back. The same position may be saved again with other metadata: a snapshot makes progress while
   the stream's position stays.
-- A key could be a file's name. Every call that takes a key checks it.
+- A key is usable as a file name. Every call that takes a key checks it.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ that fails if the name is taken. There are no folders, nothing needs syncing, an
 means.
 
 Both kinds share the methods of `pathlib.Path` that only read and name: `/`, `name`, `read_bytes`, `exists`, `iterdir`,
-`glob`, `unlink`. Everything that must be durable, or that must happen once, is a function here. Only this module knows
-where the two kinds differ.
+`glob`, `unlink`. Everything that must be durable, or that must happen once, is a function here. Only this module
+writes, publishes and removes files of either kind.
 """
 
 from __future__ import annotations

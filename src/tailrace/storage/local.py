@@ -176,7 +176,7 @@ def _write_all(handle: int, parts: Sequence[bytes | memoryview]) -> None:
 
 
 def publish(temp: Path, path: Path) -> None:
-    """Rename the temporary file to its name and make that durable.
+    """Link the temporary file to its name, and make that durable.
 
     Raise FileExistsError if the name is taken, and DurabilityUnknown if the name may not be durable.
     """

@@ -1,4 +1,4 @@
-"""Choose which of a table's files to compact, and when.
+"""Choose which files of a Delta table to compact.
 
 Every commit leaves small files behind, which make reading slower. Compacting all of them every time would rewrite the
 same rows again and again. So a file is compacted only with others of about its size, and eight of them make one of the

@@ -19,7 +19,7 @@ from tailrace.tables.table_folder import find_folder
 from tailrace.tables.table_paths import TEMPLATE, table_path
 
 Engine = Literal["delta-rs", "spark"]
-"""The writer of rows: delta-rs, on one machine, or Spark's Delta connector."""
+"""The writer of rows: delta-rs, on one machine, or one of Spark's connectors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class TableLocation:
     features: Features = NO_FEATURES
     """Features that a load gives the table. Then only Spark's connector can write it."""
     catalog: Catalog | None = None
-    """The catalogue of an Iceberg table; None for a Delta table."""
+    """Catalog of an Iceberg table; None for a Delta table."""
     file_bytes: int = FILE_BYTES
     """Target size of a data file."""
 

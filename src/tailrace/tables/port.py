@@ -182,7 +182,7 @@ class LakeTable(Protocol):
         ...
 
     def evolve(self, recast: Recast, expected: AppliedPosition) -> WriteResult:
-        """Give the table the recast's schema, at its position, in one commit. Do nothing if it has it.
+        """Give the table the recast's schema, at its position, in one commit. Does nothing if it has that.
 
         Columns that the source no longer has and that are not dropped stay in addition to the schema's own. New rows
         have null in them, and changed rows keep their values.
@@ -190,7 +190,10 @@ class LakeTable(Protocol):
         ...
 
     def compact(self, upkeep: UpkeepPlan, expected: AppliedPosition) -> UpkeepResult:
-        """Compact small files and remove unneeded ones; rows and position stay the same."""
+        """Compact small files and remove unneeded ones.
+
+        Rows and position stay the same, and each commit states the position.
+        """
         ...
 
     def rows(self) -> int:

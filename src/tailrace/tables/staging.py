@@ -89,7 +89,9 @@ def stage(
     numbered: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> tuple[StagedFile, ...]:
-    """Write rows, with the table's own columns, to files in its folder. None for no rows.
+    """Write rows, with the table's own columns, to files in its folder.
+
+    Without rows it writes no file.
 
     `name` must be new for every load, part of a load and attempt: an existing file is never overwritten. Memory holds
     two row groups, because one is written while the next is read. For a partitioned table it also holds waiting rows.

@@ -1,1 +1,1 @@
-"""Work that runs in Spark workers; nothing in here imports pyspark."""
+"""Work that runs in Spark workers, and records shared with the driver; no pyspark."""

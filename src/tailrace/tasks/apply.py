@@ -1,4 +1,4 @@
-"""Apply a range of the log to one lake table, in a Spark task.
+"""Apply changes to one lake table, recast it or compact it, in a Spark task.
 
 One call is one table commit: it writes the rows and the new applied position together.
 """

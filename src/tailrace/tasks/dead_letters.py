@@ -186,7 +186,7 @@ def refuse_too_many(step: ApplyStep, split: SplitResult, store: DeadLetterStore)
             more=split.dead_letters.num_rows,
             most=DEAD_LETTERS_MAX,
             first_cause=split.causes[0].headline,
-            hint="Mend the rows at the source, then reload the table: `tailrace snapshot FILE TABLE`.",
+            hint="Correct the rows at the source, then reload the table: `tailrace snapshot FILE TABLE`.",
         )
 
 

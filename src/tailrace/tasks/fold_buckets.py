@@ -87,7 +87,9 @@ def _keyed_changes_by_bucket(
 
 
 def _last_of_each(schema: TableSchema, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the last change of each key. Or all changes, if one has an unsent or unfit value."""
+    """Return the last change of each key.
+
+    If one has an unsent or unfit value, all changes are returned."""
     if any(batch.column(name).null_count < batch.num_rows for name in (change.UNCHANGED, change.UNFIT)):
         return batch
     numbered = key_numbers(_keys(schema, batch))

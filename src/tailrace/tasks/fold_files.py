@@ -9,8 +9,9 @@ bucket. If a key changes often, only its last change per piece of a batch is dis
 piece ends between the two halves of a key move.
 
 The table's mode decides what is distributed. In `append` mode nothing is: every part of the range is folded on its own.
-Where the table keeps deleted rows or versions, every change of a key counts. A TRUNCATE then goes to every bucket, at
-its position in the order. Each change also carries what a bucket cannot know: the latest commit time so far.
+Where the table keeps deleted rows or versions, every change of a key counts. So it does where
+rejects are split off. A TRUNCATE then goes to every bucket, at its position in the order. In `history` mode each change
+also carries what a bucket cannot know: the latest commit time so far.
 """
 
 from __future__ import annotations

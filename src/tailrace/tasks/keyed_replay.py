@@ -6,7 +6,7 @@ change of the row since its first dead letter is a dead letter itself, because a
 cleared it. A row with a newer dead letter is refetched, and so are all rows after a reload of the table.
 
 In `history` mode such a row is the version that its newest dead letter made. Earlier dead letters of the row are about
-versions that no source has any more: they stay stored, marked as passed.
+versions that no source has any more: they stay stored, marked as superseded.
 """
 
 from __future__ import annotations

@@ -99,6 +99,6 @@ def refuse_too_many(schema: TableSchema, count: int, first_cause: TailraceError 
             letters=count,
             most=DEAD_LETTERS_MAX,
             first_cause=first_cause if isinstance(first_cause, str) else first_cause.headline,
-            hint="Mend the rows at the source, or give the column another type. Then run `tailrace snapshot FILE "
+            hint="Correct the rows at the source, or give the column another type. Then run `tailrace snapshot FILE "
             "TABLE`.",
         )

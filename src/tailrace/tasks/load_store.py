@@ -269,7 +269,7 @@ class LoadStore:
         """Record that the table commit with position `since` contains a refetched row.
 
         To be called before that commit, because any later process must know it. The catch-up of the load must pass
-        `seen` too.
+        `seen_until` too.
         """
         if (self.folder(load) / "plan.json").exists():
             _write(self.folder(load) / f"reread-{uuid.uuid4().hex[:12]}.json", {"passed": str(seen_until)})

@@ -1,6 +1,6 @@
 """PostgreSQL seen through rules: its schemas, stream and snapshot rows, transformed.
 
-Only here and in `transformed_stream` rules meet the source; nothing above knows of rules. The log, a load and a lake
+In a pipeline rules meet the source only here and in `transformed_stream`. The log, a load and a lake
 table get what the rules have made, under the names that rules give. The server is asked in its own terms: an output
 schema keeps the schema at the source, and every output table belongs to one source table.
 """

@@ -298,7 +298,9 @@ def _by_place(leaf: Leaf, size: int, numbers: itertools.count[int], cut: ChunkKi
 
 
 def key_texts(scalar: pa.Scalar) -> tuple[str, ...]:
-    """Return each text that the value may have at the source, the least first. Of a list's elements it is only that.
+    """Return each text that the value may have at the source, the least first.
+
+    For elements of a list only the least is returned.
 
     The server reads each text as this very value, whatever the type and in any year. Infinity at the source is the last
     moment here, and minus infinity the first (`capture/postgres/values.py`). So such a moment may have been either, and

@@ -1,8 +1,8 @@
 """Check the server's settings and history, and check or create the replication slot.
 
 Each thing that may be missing has a text that says how to correct it. A slot of ours is created only for a log without
-a commit: for any other log a new slot would skip changes. It is created after the publications
-(`publications.py`), because a slot that is older than its publication can never be read.
+a commit, or after the caller has recorded a gap. A new slot skips changes. It is created after
+the publications (`publications.py`), because a slot that is older than its publication can never be read.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def insert_position(connection: psycopg.Connection) -> Lsn:
 def ensure_slot(
     connection: psycopg.Connection, settings: PostgresSettings, position: Lsn | None, *, take_over: bool = False
 ) -> Lsn | None:
-    """Make sure the slot can deliver everything after `position`. None means the log has no commit yet.
+    """Make sure the slot can deliver everything after `position`. None asks for a new slot.
 
     Returns the consistent point of a newly created slot. A slot of ours that belongs to a log without a commit is
     created again: it is unknown what was confirmed on it. One that may be another program's is left alone.

@@ -216,7 +216,7 @@ def _take_barrier_snapshot(connection: psycopg.Connection, floor: Lsn) -> Barrie
 
 
 def _sent_position(connection: psycopg.Connection) -> Lsn:
-    """Return `_position`, but one that the stream will reach. What is not flushed is never sent."""
+    """Return a flushed position at or after all that is visible. The stream reaches no other."""
     row = connection.execute("select pg_is_in_recovery()", prepare=False).fetchone()
     return _position(connection) if row and row[0] else committed_until(connection)
 

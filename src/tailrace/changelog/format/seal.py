@@ -373,8 +373,8 @@ class SealIndex:
 def _chain(stems: list[tuple[int, int, str]]) -> list[str]:
     """Return the names of the seals that cover the log, in order.
 
-    At each step it takes the widest: it replaces those inside it. Where the log was trimmed the first does not begin at
-    commit 1. A gap after it ends the chain.
+    At each step it takes the seal that reaches furthest, which replaces those inside it. Where the log was trimmed the
+    first does not begin at commit 1. A gap after it ends the chain.
     """
     chain: list[str] = []
     covered_to = stems[0][0] - 1 if stems else 0

@@ -44,7 +44,10 @@ class RetentionPolicy:
     bytes: int | None = None
     """Rows beyond this many bytes are trimmed, whatever their age."""
     max_bytes: int | None = None
-    """The log never takes more: the reader that holds the most loses its hold."""
+    """Size below which trimming keeps the log: the reader that holds the most loses its hold.
+
+    Commits that are not sealed yet may exceed it for a while.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -289,7 +289,7 @@ class Sealer:
         return [self.path / "big" / f"{newest:020d}", commit_path(self.path, newest)] if sealed else []
 
     def _replaced(self, before: float) -> Iterator[LogPath]:
-        """Yield files that no reader will look up again, replaced before the time `old`."""
+        """Yield files that no reader will look up again, replaced before the time `before`."""
         yield from self._own_files_of_sealed(before)
         chain = {seal.stem for seal in self.log.seal_index.seals}
         replaced, freed = False, set[LogPath]()

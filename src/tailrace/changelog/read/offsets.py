@@ -172,7 +172,7 @@ def _before(log: ChangeLog, at: int, tables: frozenset[int]) -> tuple[LogOffset,
 def _inside(
     log: ChangeLog, commit: int, tables: frozenset[int], is_later: Callable[[pa.RecordBatch], pa.Array]
 ) -> LogOffset:
-    """Return the offset before the first row of a commit that is `later`.
+    """Return the offset before the first row of a commit for which `is_later` holds.
 
     A transaction's rows are together, so no row of a later one is before it. Only rows of the requested tables count:
     rows of others that are trimmed do not matter.

@@ -259,7 +259,7 @@ class LogCapture:
                 log.warning("rule never matched", extra={"rule": idle.rule, "why": why})
 
     def _publish_until(self, ended: threading.Event) -> None:
-        """Publish tables that match the settings as soon as they exist."""
+        """Publish tables that match the settings as soon as they exist, and no others."""
         reported_code = ""
         while not ended.wait(PUBLISH_SECONDS):
             try:

@@ -97,9 +97,10 @@ def _mark_owed(managed: ManagedTable, known: TableSchema, apply: ApplyCallback) 
 def _next_range(
     registry: TableRegistry, managed: ManagedTable, point: Lsn, known: TableSchema, *, asked: bool
 ) -> ApplyRange | None:
-    """Return the next range. None also if a schema change ends the catch-up of a requested load.
+    """Return the next range, or None.
 
-    `apply_to_load_point` then decides what happens.
+    None also means that a schema change ends the catch-up of a requested load. `apply_to_load_point` then decides what
+    happens.
     """
     try:
         return next_range_to(registry, managed, point, known, asked=asked)

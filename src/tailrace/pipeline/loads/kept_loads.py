@@ -77,9 +77,9 @@ class LoadKeeper:
             )
 
     def _staged_files(self, location: TableLocation, load: str, version: int) -> list[StagedFile] | None:
-        """Return the files that an Iceberg table has from a load. None if it has others too.
+        """Return the files that an Iceberg table has from a load.
 
-        Empty for a Delta table, which lists its files itself.
+        None means that it has others too. The list is empty for a Delta table, which lists its files itself.
         """
         if location.catalog is None:
             return []

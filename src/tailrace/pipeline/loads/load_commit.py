@@ -89,8 +89,8 @@ def find_load_point(registry: TableRegistry, record: LoadRecord) -> Lsn:
 def applied_position_after(registry: TableRegistry, load: RunningLoad, start: Lsn) -> AppliedPosition:
     """Return the table's applied position after the load commit. Call it only while no other work on the table runs.
 
-    Rows that a partial load leaves as they are, are no newer than the table. So the catch-up starts at the table's own
-    position if that is earlier.
+    A partial load leaves some rows as they are, and these are no newer than the table. So the catch-up starts at the
+    table's own position if that is earlier.
     """
     managed, position = load.managed, replace(registry.applied_position_at(start), load=load.record.id)
     if load.where is None or managed.applied_position is None:

@@ -179,7 +179,7 @@ class LoadStarter:
                 self._refuse_unpublished(managed.table)
             if request is not None and not plan.schema.key and (request.where or request.mode is LoadMode.REFRESH):
                 raise Unsupported(
-                    "a table without a key can only be replaced as a whole",
+                    "a table without a key can only be reloaded as a whole",
                     table=managed.table,
                     hint="Leave out --where and --mode refresh, or give the table a primary key.",
                 )

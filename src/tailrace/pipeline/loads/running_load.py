@@ -148,7 +148,7 @@ class RunningLoad:
 
     @property
     def _way(self) -> str:
-        """`exact` if all chunks are read in the exported snapshot, else `chunked`."""
+        """`exact` if all chunks are, or were, read in the exported snapshot; else `chunked`."""
         exact = self.is_complete and all(
             staged.seen_until == self.record.snapshot_position for staged in self.staged.values()
         )

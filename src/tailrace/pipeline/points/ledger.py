@@ -121,7 +121,9 @@ class Ledger:
             yield from _read(path)
 
     def at(self, *, position: Lsn | None = None, committed_at: int | None = None) -> ConsistentPoint:
-        """Return the last point at or before a position or a time. Without either, the last of all.
+        """Return the last point at or before a position or a time.
+
+        Without either it is the last of all.
 
         If tables are temporarily missing from it, return one shortly before that lacks fewer.
         """

@@ -160,7 +160,7 @@ class ManagedTable:
 
 @dataclass(frozen=True)
 class ApplyRange:
-    """The slices one table commit takes, and the position after it. Has a recast instead if that must be first."""
+    """The slices or the recast that one table commit takes, and the position after it."""
 
     slices: tuple[Slice, ...]
     position_after: AppliedPosition

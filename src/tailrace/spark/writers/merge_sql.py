@@ -268,7 +268,7 @@ def _upserts(stored: TableSchema, rows: DataFrame, least: Mapping[str, pa.Scalar
 def _removals(
     stored: TableSchema, rows: DataFrame, op: int, values: Mapping[str, pa.Scalar] | None = None, *, back: bool = False
 ) -> DataFrame:
-    """Return rows to remove, under their keys, with nothing else in them but `values`.
+    """Return rows to remove. With `values` they have only their keys and these values.
 
     The values are written into rows that stay all the same.
     """
@@ -289,7 +289,7 @@ def _op(kind: int) -> SparkColumn:
 def remove_copies(
     schema: TableSchema, table: DataFrame, rows: DataFrame, keep: Callable[[DataFrame], DataFrame]
 ) -> DataFrame:
-    """Return the table's rows without the removed copies of each image. The folded rows have their number.
+    """Return the table's rows without the removed copies of each image. The folded rows say how many.
 
     Too few copies of one are an error. `keep` makes rows stay the same, however often they are read.
     """

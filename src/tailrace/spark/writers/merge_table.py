@@ -482,7 +482,9 @@ class MergedTable(abc.ABC, Generic[Table]):
     ) -> WriteResult:
         table, appends = self._opened(), self._spec.mode is TableMode.APPEND
         if not schema.key and not appends:
-            raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=REPLACE_HINT)
+            raise Unsupported(
+                "a table without a key can only be reloaded as a whole", table=schema.table, hint=REPLACE_HINT
+            )
         applied = table.commit_record.applied_position
         if (applied != expected and applied.covers(position)) or (appends and applied == position):
             return WriteResult(committed=False, applied_position=applied)

@@ -1,7 +1,7 @@
 """Find what a lake table can be rebuilt from, and rebuild a Delta table.
 
-The new table is made next to the old one, or at its path, and swapped in. (For Iceberg: `spark/writers/
-iceberg_rebuild.py`.)
+The new table is made next to the old one, or at its path, and swapped in. (For Iceberg:
+`spark/writers/iceberg_rebuild.py`.)
 
 Invariant: the table is not touched before the one commit that swaps. After it, the table is the new one with its
 position. Data files are shared, not copied. A version or a kept load is restored by links to its files. The new table

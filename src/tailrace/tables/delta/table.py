@@ -426,7 +426,9 @@ class DeltaRsTable:
     ) -> WriteResult:
         appends = self._spec.mode is TableMode.APPEND
         if not schema.key and not appends:
-            raise Unsupported("a table without a key cannot be partly reloaded", table=schema.table, hint=REPLACE_HINT)
+            raise Unsupported(
+                "a table without a key can only be reloaded as a whole", table=schema.table, hint=REPLACE_HINT
+            )
         opened = self.opened()
         here, clock = opened.commit_record.applied_position, opened.commit_record.latest_time
         if (here != expected and here.covers(position)) or (appends and _holds(opened.table, files)):

@@ -92,9 +92,9 @@ def _stop(old: TableSchema, change: str) -> SchemaChanged:
 
 
 def keeps_values(was: pa.DataType, now: pa.DataType) -> bool:
-    """Return whether the new type keeps every value of the old one, also as text.
+    """Return whether the new type keeps every value of the old one.
 
-    The text must be the one that the source prints.
+    It keeps each as the same value, or as the text that the source prints of it.
     """
     if type_contains(was, now):
         return True

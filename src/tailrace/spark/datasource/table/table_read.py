@@ -1,8 +1,8 @@
 """`spark.read.format("cdc")` of a database. It returns a table as a DataFrame, read in parallel as of one moment.
 
 The table is cut into chunks. Every task reads its own in one exported snapshot, which a separate process holds
-(`snapshot_holder.py`). So the rows are those of one moment, however long the read takes. Types are those of a load.
-Nothing is written to the source, and a read needs no right but SELECT.
+(`snapshot_holder.py`). So the rows are those of one moment, however long the read takes and whatever is written
+meanwhile. Types are those of a load. Nothing is written to the source, and a read needs no right but SELECT.
 """
 
 from __future__ import annotations
