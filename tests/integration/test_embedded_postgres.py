@@ -19,6 +19,7 @@ import psycopg
 import pytest
 
 from tailrace.demo import server as server_module
+from tailrace.demo import server_binaries
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.demo.server_binaries import ServerFailed
 
@@ -268,7 +269,7 @@ def test_programs_that_the_servers_user_cannot_read_are_copied_once(
     )
     shutil.copytree(installed.parent / f"{installed.name}.libs", closed / f"{installed.name}.libs")
     monkeypatch.syspath_prepend(closed)
-    monkeypatch.setattr(server_module, "_CACHE_PARENT", cache)
+    monkeypatch.setattr(server_binaries, "_CACHE_PARENT", cache)
     with EmbeddedPostgres(settings=FAST) as server:
         assert server.bin.is_relative_to(cache)
         test_the_clients_of_the_same_version_work(server)
