@@ -169,7 +169,7 @@ def _store_dead_letters(
     )
     log.warning(
         "rows of a load became dead letters",
-        extra={"table": str(load.managed.table), "letters": count, "see": "tailrace dead-letters FILE list"},
+        extra={"table": str(load.managed.table), "dead_letters": count, "see": "tailrace dead-letters FILE list"},
     )
 
 
